@@ -1,0 +1,1 @@
+../../src/kvferry/__init__.py

@@ -1,0 +1,1 @@
+../../src/kvferry/cli.py

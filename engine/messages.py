@@ -46,18 +46,22 @@ class JobOrder:
 
 @dataclass(frozen=True, slots=True)
 class StepOrders:
-    """What every rank does in one step, in this order: flush, (the rest of) stores, loads.
+    """What every rank does in one step.
 
-    ``flush`` may name stores of this very step: those are submitted and waited for at once.
+    Before the forward: submit ``prior_stores`` (their source blocks were computed in earlier
+    steps), then make the jobs in ``flush`` finish before anything overwrites their blocks; ``flush``
+    may name jobs of ``prior_stores``. Then ``loads``. After the forward: ``stores``, whose source
+    blocks it computes.
     """
 
     flush: tuple[JobId, ...] = ()
+    prior_stores: tuple[JobOrder, ...] = ()
     stores: tuple[JobOrder, ...] = ()
     loads: tuple[JobOrder, ...] = ()
 
     @property
     def empty(self) -> bool:
-        return not (self.flush or self.stores or self.loads)
+        return not (self.flush or self.prior_stores or self.stores or self.loads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,54 @@
+# Every target works as the first command on a fresh clone: .ci/setup names what the machine lacks
+# and fills .venv; a second run installs nothing. `make PYTHON=python3.12 ...` chooses the Python.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTHON ?=
+
+# The root on sys.path would let our kernels/ shadow the package of that name that vLLM imports.
+export PYTHONSAFEPATH := 1
+
+.PHONY: help setup demo test check test-gpu clean
+
+help:
+	@echo "make demo      set up everything and serve a real model from the host cache"
+	@echo "make test      set up everything and run all tests"
+	@echo "make check     lint, format, types, import direction"
+	@echo "make test-gpu  the tests that need an NVIDIA GPU"
+	@echo "make clean     remove everything that was set up or built here"
+
+setup: $(READY)
+
+$(READY): pyproject.toml .ci/setup
+	@.ci/setup "$(VENV)" "$(PYTHON)"
+
+demo: $(READY)
+	$(BIN)/kvferry demo $(ARGS)
+
+test: $(READY)
+	$(BIN)/pytest $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/packaging
+
+# A GPU machine may have no network: where nothing is set up, its own Python runs the checkout
+# (typings/kvferry links the folders together as the installed package would).
+test-gpu:
+	@command -v nvidia-smi >/dev/null && nvidia-smi -L | grep -q GPU || \
+	  { echo "make test-gpu: no NVIDIA GPU here (nvidia-smi finds none); run it where there is one" >&2; exit 1; }
+	@if [ -e $(READY) ]; then $(BIN)/pytest tests/gpu $(ARGS); \
+	else PYTHONPATH=typings $(or $(PYTHON),python3) -m pytest tests/gpu $(ARGS); fi
+
+clean:
+	rm -rf .venv .venv-* .cache build dist *.egg-info src/*.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,7 +16,7 @@ class Method(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A method and its width: programs of a kernel's grid, or threads; 0 leaves it to the device."""
+    """A method and its width (a kernel's programs, or threads); 0 leaves it to the device."""
 
     method: Method
     width: int = 0

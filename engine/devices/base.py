@@ -45,7 +45,7 @@ class Lane(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """A part of one job in one group. All arrays are ``[num_entries]``, C-contiguous, never written.
+    """A part of one job in one group. Arrays: ``[num_entries]``, C-contiguous, never written.
 
     Entry ``i`` moves block ``blocks[i]`` from or to position ``positions[i]`` of slot ``slots[i]``.
     ``seeds`` are the chunks' checksum seeds; where ``checked`` is set a store writes the entry's
@@ -120,17 +120,34 @@ class HostMemory(Protocol):
         ...
 
 
-class Device(Protocol):
+class Registrar(Protocol):
+    """The part of a device that the arena needs. Called from the arena's pinning thread too."""
+
+    @property
+    def can_pin(self) -> bool:
+        """Whether registering host memory means anything here."""
+        ...
+
+    @property
+    def numa_node(self) -> int | None:
+        """The NUMA node that host memory should come from; None when it cannot be told."""
+        ...
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Pin host memory. Raises ``TransferError``, with no error left behind on the device."""
+        ...
+
+    def unregister(self, address: int) -> None:
+        """Undo ``register`` of a range that starts here. Raises ``TransferError``."""
+        ...
+
+
+class Device(Registrar, Protocol):
     """Moves pieces between GPU blocks and host slots; see the module docstring."""
 
     @property
     def identity(self) -> str:
         """Names device, driver and version, for caching what was measured on it."""
-        ...
-
-    @property
-    def can_pin(self) -> bool:
-        """Whether registering host memory means anything here."""
         ...
 
     def attach(self, layout: Layout, memory: HostMemory) -> None:
@@ -161,15 +178,7 @@ class Device(Protocol):
         ...
 
     def take_hold_times_s(self) -> list[float]:
-        """How long compute stood still for each ``hold_compute`` that has ended since last asked."""
-        ...
-
-    def register(self, address: int, num_bytes: int) -> None:
-        """Pin host memory. Raises ``TransferError``, with no error left behind on the device."""
-        ...
-
-    def unregister(self, address: int) -> None:
-        """Undo ``register`` of a range that starts here."""
+        """How long compute stood still in each ``hold_compute`` ended since last asked."""
         ...
 
     def close(self, timeout_s: float) -> bool:

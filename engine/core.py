@@ -77,8 +77,10 @@ class TrackedRequest:
     hashes: Sequence[bytes]
     num_offered_chunks: int = 0
     """Chunks already offered for storing; storing starts behind them."""
-    sound: bool = True
-    """Whether what the request's GPU blocks hold may be stored (see the module docstring)."""
+    loading: bool = False
+    """A load into its blocks is in flight or has failed, and it has not gone on to compute yet."""
+    stale: bool = False
+    """Part of what it computed is from before a reset."""
 
 
 class SchedulingCore:
@@ -102,7 +104,7 @@ class SchedulingCore:
     # -- requests ---------------------------------------------------------------------------
 
     def start_over(self, request_id: RequestId, hashes: Sequence[bytes]) -> None:
-        """The request starts from nothing (new, or after preemption): its bookkeeping begins anew."""
+        """The request starts from nothing (new, or after preemption); so does its bookkeeping."""
         self._requests[request_id] = TrackedRequest(hashes)
 
     def forget(self, request_id: RequestId) -> None:
@@ -112,7 +114,7 @@ class SchedulingCore:
         """The request goes on to compute: whatever was loaded for it is complete or discarded."""
         request = self._requests.get(request_id)
         if request is not None:
-            request.sound = True
+            request.loading = False
 
     # -- loads ------------------------------------------------------------------------------
 
@@ -143,7 +145,7 @@ class SchedulingCore:
         """
         job_id = self.jobs.start(Direction.LOAD, (lease,), request_id, _real(blocks))
         self._loads.append(self._order(job_id, Direction.LOAD, lease, blocks, request_id))
-        self._requests[request_id].sound = False
+        self._requests[request_id].loading = True
         return job_id
 
     # -- stores -----------------------------------------------------------------------------
@@ -151,7 +153,7 @@ class SchedulingCore:
     def due(self, request_id: RequestId, num_computed: int) -> int:
         """How many chunks the request could offer once ``num_computed`` tokens are computed."""
         request = self._requests.get(request_id)
-        if request is None or not request.sound:
+        if request is None or request.loading or request.stale:
             return 0
         num_chunks = num_computed // self.geometry.chunk_tokens
         if num_chunks <= request.num_offered_chunks:
@@ -170,31 +172,45 @@ class SchedulingCore:
         """Plan the store of the request's full, hashed chunks that were not offered yet.
 
         ``blocks`` is the request's block table. ``prior`` says that they were computed before this
-        step, so the store need not wait for its forward. Chunks that are there already are touched;
-        what finds no slot is left out from its first chunk on (a later miss).
+        step, so the store need not wait for its forward. Chunks that are there already are touched.
         """
-        if not self.due(request_id, num_computed):
+        num_due = self.due(request_id, num_computed)
+        if not num_due:
             return
-        geometry = self.geometry
-        request = self._requests[request_id]
+        geometry, request = self.geometry, self._requests[request_id]
         first = request.num_offered_chunks
-        last = min(
-            num_computed // geometry.chunk_tokens, geometry.num_hashed_chunks(request.hashes)
-        )
-        request.num_offered_chunks = last
+        last = first + num_due
         keys = geometry.keys(request.hashes, first, last)
-        self.ledger.touch(geometry.group, keys)
         size = geometry.blocks_per_chunk
-        table = {keys[i]: blocks[(first + i) * size : (first + i + 1) * size]
-                 for i in self.ledger.absent(geometry.group, keys)}
-        table = {key: own for key, own in table.items() if len(own) == size and all(own)}
-        lease = self.ledger.reserve(geometry.group, list(table), protect=keys) if table else None
+        wanted = {
+            keys[i]: blocks[(first + i) * size : (first + i + 1) * size]
+            for i in self.ledger.absent(geometry.group, keys)
+        }
+        wanted = {key: own for key, own in wanted.items() if NO_BLOCK not in own}
+        self.ledger.touch(geometry.group, keys)
+        lease = self._reserve(request, list(wanted), last)
+        num_reserved = len(lease.keys) if lease is not None else 0
+        if num_reserved < len(wanted):
+            # No slot for this chunk now: it is offered again, since those after it are of no use
+            # without it.
+            last = first + keys.index(list(wanted)[num_reserved])
+        request.num_offered_chunks = last
         if lease is None:
             return
-        source = [block for key in lease.keys for block in table[key]]
+        source = [block for key in lease.keys for block in wanted[key]]
         job_id = self.jobs.start(Direction.STORE, (lease,), request_id, source)
         orders = self._prior_stores if prior else self._stores
         orders.append(self._order(job_id, Direction.STORE, lease, source, request_id))
+
+    def _reserve(self, request: TrackedRequest, keys: list[Key], last: int) -> WriteLease | None:
+        """Slots for as many leading ``keys`` as fit, none taken from the request's own prefix."""
+        if not keys:
+            return None
+        group = self.geometry.group
+        prefix: list[Key] = []
+        if self.ledger.counts()[SlotState.FREE] < len(keys):
+            prefix = self.geometry.keys(request.hashes, 0, last)
+        return self.ledger.reserve(group, keys, protect=prefix)
 
     def _order(
         self,
@@ -248,7 +264,7 @@ class SchedulingCore:
         """Forget every stored chunk. What live requests have computed is not stored any more."""
         self.ledger.invalidate_all()
         for request in self._requests.values():
-            request.sound = False
+            request.stale = True
 
     @property
     def busy(self) -> bool:

@@ -1,0 +1,83 @@
+"""What this version supports, checked once at start: refused by name, with the reason.
+
+Nothing is half supported: a model or a setting that is not listed here stops the engine before it
+serves a token, since a cache that is wrong now and then is worse than none.
+"""
+
+from typing import TYPE_CHECKING
+
+import vllm
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+
+from ...engine.core import GroupGeometry
+from ...engine.types import GroupId
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+SUPPORTED_VLLM = ((0, 32), (0, 34))
+"""From the first, up to and without the second."""
+
+
+def check_vllm(version: str = vllm.__version__) -> None:
+    """Raises ValueError for a vLLM whose hooks this version was not written for."""
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    low, high = SUPPORTED_VLLM
+    if not low <= release < high:
+        raise ValueError(
+            f"kvferry does not know vLLM {version}; allowed: from "
+            f"{'.'.join(map(str, low))} and below {'.'.join(map(str, high))}"
+        )
+
+
+def check_config(vllm_config: "VllmConfig") -> None:
+    """Raises ValueError for a role or a parallel setting that is not supported."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_role != "kv_both":
+        raise ValueError(
+            f"kv_role={transfer.kv_role!r}: kvferry is a cache, it both stores and loads on every "
+            "engine and hands nothing over to another one; allowed: 'kv_both'"
+        )
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            raise ValueError(f"{name}={size}: context parallelism is not supported yet; allowed: 1")
+
+
+def geometry_from(kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig") -> GroupGeometry:
+    """The geometry of the one group that is offloaded. Raises ValueError when there are more, or
+    when its kind of attention is not supported."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise ValueError(
+            f"the model has {len(groups)} KV cache groups "
+            f"({', '.join(type(g.kv_cache_spec).__name__ for g in groups)}); "
+            "more than one group is not supported yet; allowed: one group of full attention"
+        )
+    spec = groups[0].kv_cache_spec
+    if type(_one_layer(spec)) is not FullAttentionSpec:
+        raise ValueError(
+            f"KV cache of kind {type(_one_layer(spec)).__name__} is not supported yet; "
+            "allowed: FullAttentionSpec"
+        )
+    block_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return GroupGeometry(GroupId(0), block_tokens, blocks_per_chunk=1, hash_tokens=hash_tokens)
+
+
+def estimated_slot_bytes(kv_cache_config: "KVCacheConfig") -> int:
+    """Bytes of one chunk as the scheduler sees it: a guess until the ranks have reported theirs."""
+    (group,) = kv_cache_config.kv_cache_groups
+    return int(_one_layer(group.kv_cache_spec).page_size_bytes) * len(group.layer_names)
+
+
+def _one_layer(spec: "KVCacheSpec") -> "KVCacheSpec":
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        kinds = {type(layer) for layer in spec.kv_cache_specs.values()}
+        if len(kinds) != 1:
+            names = ", ".join(sorted(kind.__name__ for kind in kinds))
+            raise ValueError(f"a KV cache group that mixes {names} is not supported yet")
+        return next(iter(spec.kv_cache_specs.values()))
+    return spec

@@ -1,0 +1,131 @@
+"""The worker's side of a connector: vLLM's worker hooks -> the transfer engine of one rank."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...engine.arena import Arena
+from ...engine.devices.base import Device
+from ...engine.devices.cpu import CpuDevice
+from ...engine.messages import JobReport, StepOrders, StepReports
+from ...engine.transfer import TransferEngine, TransferOptions
+from ...engine.types import NO_BLOCK, BlockId, Direction, JobId, Rank, RequestId
+from .caches import layout_from
+from .config import Options
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+class OffloadWorker:
+    """One rank's engine, and what its reports mean to vLLM.
+
+    ``take_finished_loads`` and ``take_failed_blocks`` empty what they return, as vLLM's hooks do.
+    """
+
+    def __init__(
+        self,
+        kv_caches: dict[str, torch.Tensor],
+        kv_cache_config: "KVCacheConfig",
+        options: Options,
+        rank: Rank,
+        num_ranks: int,
+    ) -> None:
+        """Raises ValueError for a cache that is not supported or memory too small for one slot."""
+        layout = layout_from(kv_caches, kv_cache_config)
+        device = _device_of(next(iter(kv_caches.values())))
+        integrity = options.integrity or "sample"
+        checksums = integrity != "off"
+        self.num_slots = options.num_slots(layout.bytes_per_slot(checksums=checksums), num_ranks)
+        arena = Arena.reserve(
+            self.num_slots,
+            layout.slot_stride_bytes,
+            layout.checksum_stride_bytes if checksums else 0,
+            device,
+        )
+        self._engine = TransferEngine(
+            device,
+            layout,
+            arena,
+            rank,
+            TransferOptions(deadline_s=options.transfer_deadline_s, integrity=integrity),
+        )
+        # On the CPU compute is in program order, so a store can start as soon as its forward has
+        # returned; on a GPU it starts a step later, behind the sampled tokens' way out.
+        self._defer_stores = kv_cache_on_gpu(kv_caches)
+        self._loads: dict[JobId, tuple[RequestId, tuple[BlockId, ...]]] = {}
+        self._reports: list[JobReport] = []
+        self._finished_loads: set[RequestId] = set()
+        self._failed_loads: set[RequestId] = set()
+        self._failed_blocks: set[BlockId] = set()
+
+    def begin(self, orders: StepOrders) -> None:
+        """Before anything of the step is written: submit what was computed before, then flush."""
+        self._engine.begin_step()
+        for order in orders.prior_stores:
+            self._engine.submit(order)
+        self._engine.flush(orders.flush)
+
+    def mark_loads(self) -> None:
+        """Fresh blocks have been zeroed: loads of this step come after that."""
+        self._engine.mark_loads()
+
+    def start_loads(self, orders: StepOrders) -> None:
+        for order in orders.loads:
+            blocks = tuple(
+                block for part in order.segments for block in part.blocks if block != NO_BLOCK
+            )
+            if order.request_id is not None:
+                self._loads[order.job_id] = (order.request_id, blocks)
+            self._engine.submit(order)
+
+    def start_stores(self, orders: StepOrders) -> None:
+        """After the forward was launched."""
+        for order in orders.stores:
+            self._engine.submit(order, deferred=self._defer_stores)
+
+    def poll(self) -> None:
+        """Take what the engine has to report."""
+        for report in self._engine.poll():
+            self._reports.append(report)
+            if report.direction is Direction.LOAD and report.job_id in self._loads:
+                # A job's first report is its answer; one after a missed deadline only settles it.
+                request_id, blocks = self._loads.pop(report.job_id)
+                self._finished_loads.add(request_id)
+                if report.error is not None:
+                    self._failed_loads.add(request_id)
+                    self._failed_blocks.update(blocks)
+
+    def take_finished_loads(self) -> tuple[set[str], set[str]]:
+        """Requests whose load has ended, and those of them whose load failed."""
+        finished, failed = self._finished_loads, self._failed_loads
+        self._finished_loads, self._failed_loads = set(), set()
+        return set(finished), set(failed)
+
+    def take_failed_blocks(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return set(failed)
+
+    def take_reports(self) -> StepReports:
+        reports, self._reports = self._reports, []
+        return StepReports(tuple(reports))
+
+    def snapshot(self) -> dict[str, int | float]:
+        return self._engine.snapshot()
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def kv_cache_on_gpu(kv_caches: dict[str, torch.Tensor]) -> bool:
+    return any(cache.is_cuda for cache in kv_caches.values())
+
+
+def _device_of(cache: torch.Tensor) -> Device:
+    if cache.device.type != "cpu":
+        raise ValueError(
+            f"KV cache on device {cache.device.type!r}; supported by this version: 'cpu'"
+        )
+    return CpuDevice()

@@ -67,6 +67,10 @@ class Piece:
 class Mark(Protocol):
     """A point in compute's order; made by one device, meaningful to it alone."""
 
+    def done(self) -> bool:
+        """True once compute has passed it. Never waits."""
+        ...
+
 
 class Ticket(Protocol):
     """One launched piece."""
@@ -80,6 +84,10 @@ class Ticket(Protocol):
 
     def error(self) -> Exception | None:
         """What went wrong, once ``done``; None for a good transfer."""
+        ...
+
+    def seconds(self) -> float:
+        """Once ``done``: how long the device worked on it, as near as it can tell."""
         ...
 
     def corrupt_slots(self) -> tuple[SlotId, ...]:
@@ -175,6 +183,10 @@ class Device(Registrar, Protocol):
         A stream wait on CUDA (returns True at once), a wait of the host on the CPU. False when a
         host wait ended without them: the engine then gives the jobs up.
         """
+        ...
+
+    def wait(self, tickets: Sequence[Ticket], timeout_s: float) -> bool:
+        """Let the host wait for these; False when the time was up first."""
         ...
 
     def take_hold_times_s(self) -> list[float]:

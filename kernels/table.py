@@ -1,0 +1,171 @@
+"""Where the bytes are: the fragments of a KV cache group, and the slots in host memory.
+
+A block of a KV cache group is a list of fragments, always in the same order. Fragment ``f`` of block
+``b`` begins at ``base_address[f] + b * block_stride_bytes[f]``; in a slot the fragments of one block
+lie back to back in that order, and the blocks of a chunk one after another. Both descriptions are
+built once; a transfer names only block and slot ids, and the kernels compute every address.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+
+ACCESS_WIDTHS_BYTES = (16, 4, 1)
+"""The widths the kernels load and store with; a table's alignment decides which."""
+
+_MAX_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """One contiguous piece of every block: its address in block 0, and the step to the next block."""
+
+    base_address: int
+    block_stride_bytes: int
+    num_bytes: int
+
+
+class FragmentTable:
+    """The resident table of one KV cache group, which the kernels read.
+
+    ``records`` is an int64 tensor ``[4, num_fragments]`` on ``device``: base addresses, block
+    strides, sizes and offsets inside a block's part of a slot, all in bytes. The memory the
+    addresses point to is kept alive only by what is passed as ``owned``.
+
+    Raises ``ValueError`` for an empty table, a fragment without bytes, a negative address, blocks
+    that overlap, or a table too large for 32-bit counts.
+    """
+
+    def __init__(
+        self,
+        fragments: Sequence[Fragment],
+        *,
+        num_blocks: int,
+        device: torch.device | str,
+        owned: Sequence[torch.Tensor] = (),
+    ) -> None:
+        _check_fragments(fragments, num_blocks)
+        self.fragments = tuple(fragments)
+        self.num_blocks = num_blocks
+        self.num_fragments = len(self.fragments)
+        self.fragment_bytes = tuple(f.num_bytes for f in self.fragments)
+        self.offsets_bytes = (0, *accumulate(self.fragment_bytes))[:-1]
+        self.block_bytes = sum(self.fragment_bytes)
+        self.max_fragment_bytes = max(self.fragment_bytes)
+        self.alignment_bytes = _alignment(self.fragments, num_blocks)
+        self.device = torch.device(device)
+        self._owned = tuple(owned)
+        self.records = torch.tensor(
+            [
+                [f.base_address for f in self.fragments],
+                [f.block_stride_bytes for f in self.fragments],
+                self.fragment_bytes,
+                self.offsets_bytes,
+            ],
+            dtype=torch.int64,
+            device=self.device,
+        )
+
+    @classmethod
+    def from_views(cls, views: Sequence[torch.Tensor]) -> "FragmentTable":
+        """A table over uint8 views ``[num_blocks, num_bytes]``, one a fragment, which it keeps.
+
+        A view's last dimension must be contiguous; its first stride is the block stride.
+        """
+        if not views:
+            raise ValueError("a fragment table needs at least one fragment, got none")
+        for index, view in enumerate(views):
+            if view.dtype != torch.uint8 or view.dim() != 2 or view.stride(1) != 1:
+                raise ValueError(
+                    f"fragment {index} must be a uint8 view [num_blocks, num_bytes] with contiguous "
+                    f"bytes, got {view.dtype} {tuple(view.shape)} with strides {view.stride()}"
+                )
+            if view.shape[0] != views[0].shape[0] or view.device != views[0].device:
+                raise ValueError(
+                    f"all fragments must have the blocks and device of the first "
+                    f"({views[0].shape[0]} on {views[0].device}), fragment {index} has "
+                    f"{view.shape[0]} on {view.device}"
+                )
+        fragments = [Fragment(v.data_ptr(), v.stride(0), v.shape[1]) for v in views]
+        return cls(
+            fragments, num_blocks=views[0].shape[0], device=views[0].device, owned=tuple(views)
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"FragmentTable({self.num_fragments} fragments, {self.num_blocks} blocks of "
+            f"{self.block_bytes} bytes, aligned to {self.alignment_bytes}, on {self.device})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HostSlots:
+    """The slots of one KV cache group in host memory.
+
+    ``memory`` is a contiguous uint8 tensor ``[at least num_slots * slot_stride_bytes]`` on the CPU,
+    pinned where the pages are on a GPU. Slots are ``slot_stride_bytes`` apart, which may be more
+    than a chunk of this group needs. Raises ``ValueError`` where these do not fit together.
+    """
+
+    memory: torch.Tensor
+    slot_stride_bytes: int
+    num_slots: int
+    blocks_per_chunk: int
+    alignment_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.slot_stride_bytes < 1 or self.num_slots < 1 or self.blocks_per_chunk < 1:
+            raise ValueError(
+                "slot_stride_bytes, num_slots and blocks_per_chunk must be at least 1, got "
+                f"{self.slot_stride_bytes}, {self.num_slots} and {self.blocks_per_chunk}"
+            )
+        memory = self.memory
+        if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
+            raise ValueError(
+                "slot memory must be a contiguous 1-D uint8 tensor, got "
+                f"{memory.dtype} {tuple(memory.shape)} with strides {memory.stride()}"
+            )
+        if memory.device.type != "cpu":
+            raise ValueError(f"slot memory must be on the cpu, got {memory.device}")
+        if self.num_slots * self.slot_stride_bytes > memory.numel():
+            raise ValueError(
+                f"{self.num_slots} slots of {self.slot_stride_bytes} bytes need "
+                f"{self.num_slots * self.slot_stride_bytes} bytes, the memory has {memory.numel()}"
+            )
+        alignment = math.gcd(16, memory.data_ptr(), self.slot_stride_bytes)
+        object.__setattr__(self, "alignment_bytes", alignment)
+
+
+def access_bytes(*alignments_bytes: int) -> int:
+    """The widest access that every one of the given alignments allows."""
+    alignment = math.gcd(*alignments_bytes)
+    return next(width for width in ACCESS_WIDTHS_BYTES if alignment % width == 0)
+
+
+def _alignment(fragments: Sequence[Fragment], num_blocks: int) -> int:
+    """The largest power of two up to 16 that divides every address the table can make."""
+    alignment = 16
+    for f in fragments:
+        stride = f.block_stride_bytes if num_blocks > 1 else 0
+        alignment = math.gcd(alignment, f.base_address, stride, f.num_bytes)
+    return alignment
+
+
+def _check_fragments(fragments: Sequence[Fragment], num_blocks: int) -> None:
+    if not 0 < len(fragments) <= _MAX_INT32:
+        raise ValueError(f"a fragment table needs 1 to {_MAX_INT32} fragments, got {len(fragments)}")
+    if not 0 < num_blocks <= _MAX_INT32:
+        raise ValueError(f"num_blocks must be 1 to {_MAX_INT32}, got {num_blocks}")
+    for index, f in enumerate(fragments):
+        if f.num_bytes < 1 or f.base_address < 0:
+            raise ValueError(
+                f"fragment {index} needs at least one byte and an address of 0 or more, got {f}"
+            )
+        if num_blocks > 1 and f.block_stride_bytes < f.num_bytes:
+            raise ValueError(
+                f"fragment {index}: blocks overlap: the block stride of {f.block_stride_bytes} "
+                f"bytes is less than the {f.num_bytes} bytes of the fragment"
+            )

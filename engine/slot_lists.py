@@ -22,8 +22,8 @@ class SlotLists:
     """``num_lists`` recency lists over the slots ``0 .. num_slots - 1``.
 
     Slots given to one call must differ from each other, and be in no list (``push``) or in some
-    list (``remove``, ``move``). That is the caller's duty and not checked here, since checking would
-    cost as much as the work itself.
+    list (``remove``, ``move``). That is the caller's duty and not checked here, since checking
+    would cost as much as the work itself.
     """
 
     __slots__ = ("_list_of", "_newer", "_num_slots", "_older", "_sizes")

@@ -8,7 +8,7 @@ built once; a transfer names only block and slot ids, and the kernels compute ev
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -55,7 +55,7 @@ class FragmentTable:
         self.offsets_bytes = (0, *accumulate(self.fragment_bytes))[:-1]
         self.block_bytes = sum(self.fragment_bytes)
         self.max_fragment_bytes = max(self.fragment_bytes)
-        self.alignment_bytes = _alignment(self.fragments, num_blocks)
+        self.access_bytes = _access_bytes(self.fragments, num_blocks)
         self.device = torch.device(device)
         self._owned = tuple(owned)
         self.records = torch.tensor(
@@ -97,7 +97,7 @@ class FragmentTable:
     def __repr__(self) -> str:
         return (
             f"FragmentTable({self.num_fragments} fragments, {self.num_blocks} blocks of "
-            f"{self.block_bytes} bytes, aligned to {self.alignment_bytes}, on {self.device})"
+            f"{self.block_bytes} bytes in accesses of {self.access_bytes}, on {self.device})"
         )
 
 
@@ -114,7 +114,6 @@ class HostSlots:
     slot_stride_bytes: int
     num_slots: int
     blocks_per_chunk: int
-    alignment_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         if self.slot_stride_bytes < 1 or self.num_slots < 1 or self.blocks_per_chunk < 1:
@@ -135,28 +134,48 @@ class HostSlots:
                 f"{self.num_slots} slots of {self.slot_stride_bytes} bytes need "
                 f"{self.num_slots * self.slot_stride_bytes} bytes, the memory has {memory.numel()}"
             )
-        alignment = math.gcd(16, memory.data_ptr(), self.slot_stride_bytes)
-        object.__setattr__(self, "alignment_bytes", alignment)
 
 
-def access_bytes(*alignments_bytes: int) -> int:
-    """The widest access that every one of the given alignments allows."""
-    alignment = math.gcd(*alignments_bytes)
-    return next(width for width in ACCESS_WIDTHS_BYTES if alignment % width == 0)
+@dataclass(frozen=True, slots=True)
+class ChecksumSlots:
+    """The checksums beside the slots of one KV cache group.
+
+    ``values`` is an int64 tensor ``[num_slots, row]``, on the CPU (pinned for a GPU) or on the GPU. A
+    row holds at least ``blocks_per_chunk * num_fragments`` values: ``[position, fragment]``.
+    """
+
+    values: torch.Tensor
+    blocks_per_chunk: int
+
+    def __post_init__(self) -> None:
+        values = self.values
+        if values.dtype != torch.int64 or values.dim() != 2 or not values.is_contiguous():
+            raise ValueError(
+                "checksums must be a contiguous int64 tensor [num_slots, row], got "
+                f"{values.dtype} {tuple(values.shape)} with strides {values.stride()}"
+            )
+        if self.blocks_per_chunk < 1:
+            raise ValueError(f"blocks_per_chunk must be at least 1, got {self.blocks_per_chunk}")
+
+    @property
+    def num_slots(self) -> int:
+        return self.values.shape[0]
 
 
-def _alignment(fragments: Sequence[Fragment], num_blocks: int) -> int:
-    """The largest power of two up to 16 that divides every address the table can make."""
-    alignment = 16
+def _access_bytes(fragments: Sequence[Fragment], num_blocks: int) -> int:
+    """The widest access that divides every address and size the table can make."""
+    alignment = 0
     for f in fragments:
         stride = f.block_stride_bytes if num_blocks > 1 else 0
         alignment = math.gcd(alignment, f.base_address, stride, f.num_bytes)
-    return alignment
+    return next(width for width in ACCESS_WIDTHS_BYTES if alignment % width == 0)
 
 
 def _check_fragments(fragments: Sequence[Fragment], num_blocks: int) -> None:
     if not 0 < len(fragments) <= _MAX_INT32:
-        raise ValueError(f"a fragment table needs 1 to {_MAX_INT32} fragments, got {len(fragments)}")
+        raise ValueError(
+            f"a fragment table needs 1 to {_MAX_INT32} fragments, got {len(fragments)}"
+        )
     if not 0 < num_blocks <= _MAX_INT32:
         raise ValueError(f"num_blocks must be 1 to {_MAX_INT32}, got {num_blocks}")
     for index, f in enumerate(fragments):

@@ -48,6 +48,12 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
     manager_type: ClassVar[type[OffloadManager]]
     _cache_hit_source = CacheHitSource.HOST
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raises TypeError for a subclass that replaces the guard: ``final`` at run time too."""
+        super().__init_subclass__(**kwargs)
+        if "get_num_new_matched_tokens" in vars(cls):
+            raise TypeError(f"{cls.__name__} must not replace get_num_new_matched_tokens")
+
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:

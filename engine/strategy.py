@@ -1,7 +1,17 @@
-"""How a piece is moved, and the table that chooses it."""
+"""How a piece is moved, and what chooses it.
+
+A strategy is chosen by direction, fragment bytes, number of fragments, and whether compute is busy.
+Measured choices (``measure.py``) stand in a table; between its points the nearest one counts, and
+where there is none a built-in rule does.
+"""
 
 import enum
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Self
+
+from .types import Direction
 
 
 class Method(enum.StrEnum):
@@ -10,7 +20,7 @@ class Method(enum.StrEnum):
     ZERO_COPY = "zero_copy"  # a kernel reads or writes pinned host memory itself
     PACKED = "packed"  # a kernel packs into staging, then one DMA per run of slots
     COPY_ENGINE = "copy_engine"  # batched DMA, neighbours merged
-    COMPILED = "compiled"  # CPU: one memmove per merged fragment, from compiled code
+    COMPILED = "compiled"  # CPU: one memcpy per merged fragment, from compiled code
     INTERPRETED = "interpreted"  # CPU: the same, from Python, where nothing is compiled
 
 
@@ -23,3 +33,83 @@ class Strategy:
 
     def __str__(self) -> str:
         return f"{self.method}x{self.width}" if self.width else str(self.method)
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a choice depends on."""
+
+    direction: Direction
+    fragment_bytes: int
+    num_fragments: int
+    busy: bool
+
+    def distance(self, other: "Situation") -> float:
+        """How far apart two situations are, in powers of two; infinite for the other direction."""
+        if self.direction is not other.direction:
+            return math.inf
+        return (
+            abs(math.log2(self.fragment_bytes / other.fragment_bytes))
+            + abs(math.log2(self.num_fragments / other.num_fragments))
+            + (NOT_AS_BUSY if self.busy is not other.busy else 0.0)
+        )
+
+
+NOT_AS_BUSY: Final = 64.0
+"""A point measured under the other load is taken only when there is none under this one."""
+
+COPY_ENGINE_BYTES: Final = 28 << 10
+"""From here on batched DMA reaches full speed (public figures for H100, 50k fragments)."""
+
+FEW_FRAGMENTS: Final = 16
+
+
+def built_in(candidates: Sequence[Strategy], situation: Situation) -> Strategy:
+    """The choice without a measurement: by method for a GPU, else the device's first."""
+    if situation.fragment_bytes >= COPY_ENGINE_BYTES or situation.num_fragments <= FEW_FRAGMENTS:
+        wanted = Method.COPY_ENGINE
+    elif situation.direction is Direction.STORE or situation.busy:
+        wanted = Method.PACKED
+    else:
+        wanted = Method.ZERO_COPY
+    return next((one for one in candidates if one.method is wanted), candidates[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Chooser:
+    """Chooses among what a device accepts. ``table`` may be empty, and is never changed."""
+
+    candidates: Mapping[Direction, Sequence[Strategy]]
+    table: Mapping[Situation, Strategy] = field(default_factory=dict)
+    _known: dict[Situation, Strategy] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        candidates: Mapping[Direction, Sequence[Strategy]],
+        table: Mapping[Situation, Strategy],
+    ) -> Self:
+        """A chooser with the entries of ``table`` that the device still accepts."""
+        accepted = {
+            situation: strategy
+            for situation, strategy in table.items()
+            if strategy in candidates[situation.direction]
+        }
+        return cls(candidates, accepted)
+
+    def choose(
+        self, direction: Direction, fragment_bytes: int, num_fragments: int, *, busy: bool
+    ) -> Strategy:
+        """The strategy for a piece; sizes are at least 1, and looked up by powers of two."""
+        situation = Situation(
+            direction, max(1, fragment_bytes), 1 << max(1, num_fragments).bit_length() - 1, busy
+        )
+        if (known := self._known.get(situation)) is None:
+            known = self._known[situation] = self._look_up(situation)
+        return known
+
+    def _look_up(self, situation: Situation) -> Strategy:
+        nearest = min(self.table, key=situation.distance, default=None)
+        if nearest is None or situation.distance(nearest) == math.inf:
+            return built_in(self.candidates[situation.direction], situation)
+        return self.table[nearest]

@@ -107,6 +107,22 @@ class FakeRanks:
                 for segment in order.segments:
                     self._failed_blocks.update(segment.blocks)
 
+    def give_up(self, job_id: JobId) -> None:
+        """A load misses its deadline on every rank: failed, and not settled."""
+        order = self.open.pop(job_id)
+        assert order.request_id is not None
+        for rank in range(self.num_ranks):
+            report = JobReport(job_id, Rank(rank), order.direction, "deadline", settled=False)
+            self._due.append(report)
+        self._finished.add(order.request_id)
+        for segment in order.segments:
+            self._failed_blocks.update(segment.blocks)
+
+    def settle(self, order: JobOrder) -> None:
+        """The device lets go of a job that was given up."""
+        for rank in range(self.num_ranks):
+            self._due.append(JobReport(order.job_id, Rank(rank), order.direction, "deadline"))
+
     def complete_all(self) -> None:
         for job_id in list(self.open):
             self.complete(job_id)
@@ -152,7 +168,7 @@ class Engine:
             model_config=model_config,
             cache_config=cache_config,
             scheduler_config=SchedulerConfig(
-                max_num_seqs=16,
+                max_num_seqs=min(16, max_batched_tokens),
                 max_num_batched_tokens=max_batched_tokens,
                 max_model_len=1024,
                 is_encoder_decoder=False,

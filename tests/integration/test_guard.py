@@ -70,7 +70,7 @@ class Recorder:
 
 def warm(engine: Engine) -> None:
     """The prompt's three blocks are in the host cache, and nowhere else."""
-    engine.add("warm", PROMPT + [1])
+    engine.add("warm", [*PROMPT, 1])
     engine.run()
     engine.reset_gpu_cache()
     assert engine.snapshot()["ready"] == 3
@@ -84,7 +84,7 @@ def test_a_bypassing_request_is_answered_before_any_lookup(
     warm(engine)
     recorder = Recorder(engine, monkeypatch)
     before = engine.snapshot()
-    engine.add("bypass", PROMPT + [2], max_tokens=3, **BYPASSES[how])
+    engine.add("bypass", [*PROMPT, 2], max_tokens=3, **BYPASSES[how])
     engine.step()
     assert recorder.answers == [("bypass", (0, False))]
     assert recorder.reads == []
@@ -99,7 +99,7 @@ def test_the_recorder_sees_the_reads_of_an_ordinary_request(
 ) -> None:
     warm(engine)
     recorder = Recorder(engine, monkeypatch)
-    engine.add("reads", PROMPT + [2])
+    engine.add("reads", [*PROMPT, 2])
     engine.step()
     assert recorder.answers == [("reads", (12, True))]
     assert {"readable", "pin"} <= set(recorder.reads)
@@ -111,7 +111,7 @@ def test_an_explicit_false_wins_over_prompt_logprobs(
     warm(engine)
     recorder = Recorder(engine, monkeypatch)
     before = engine.snapshot()
-    engine.add("reads", PROMPT + [2], prompt_logprobs=1, skip_reading_prefix_cache=False)
+    engine.add("reads", [*PROMPT, 2], prompt_logprobs=1, skip_reading_prefix_cache=False)
     engine.step()
     assert recorder.answers == [("reads", (12, True))]
     assert engine.snapshot()["lookups"] == before["lookups"] + 1
@@ -123,11 +123,11 @@ def test_a_pin_left_by_the_same_request_id_is_dropped(engine: Engine, how: str) 
     """The simple manager's test of the contract page: hit and pin, then ask again bypassing."""
     warm(engine)
     idle = engine.snapshot()
-    hit = engine.request("same", PROMPT + [2])
+    hit = engine.request("same", [*PROMPT, 2])
     assert engine.connector.get_num_new_matched_tokens(hit, 0) == (12, True)
     pinned = engine.snapshot()
     assert (pinned["reading"], pinned["leases"]) == (3, 1)
-    again = engine.request("same", PROMPT + [2], **BYPASSES[how])
+    again = engine.request("same", [*PROMPT, 2], **BYPASSES[how])
     assert engine.connector.get_num_new_matched_tokens(again, 0) == (0, False)
     after = engine.snapshot()
     assert changed(idle, after) == {"requests", "lookups", "hits"}
@@ -140,7 +140,7 @@ def test_bypassing_again_and_again_counts_and_pins_nothing(engine: Engine) -> No
     warm(engine)
     before = engine.snapshot()
     for i in range(5):
-        engine.add(f"bypass-{i}", PROMPT + [2], prompt_logprobs=1)
+        engine.add(f"bypass-{i}", [*PROMPT, 2], prompt_logprobs=1)
         engine.run()
     assert changed(before, engine.snapshot()) == set()
     engine.check_idle()
@@ -148,7 +148,7 @@ def test_bypassing_again_and_again_counts_and_pins_nothing(engine: Engine) -> No
 
 def test_a_bypassing_request_is_not_counted_as_the_connectors_hit(engine: Engine) -> None:
     warm(engine)
-    engine.add("bypass", PROMPT + [2], prompt_logprobs=1)
+    engine.add("bypass", [*PROMPT, 2], prompt_logprobs=1)
     engine.step()
     assert engine.scheduler.connector_prefix_cache_stats.hits == 0
 
@@ -158,7 +158,7 @@ def test_what_it_computes_is_stored_when_it_was_evicted(engine: Engine) -> None:
     warm(engine)
     engine.manager.core.ledger.invalidate_all()
     assert engine.snapshot()["ready"] == 0
-    engine.add("bypass", PROMPT + [2], max_tokens=3, prompt_logprobs=1)
+    engine.add("bypass", [*PROMPT, 2], max_tokens=3, prompt_logprobs=1)
     engine.step()
     (store,) = engine.ranks.of(Direction.STORE)
     assert list(store.segments[0].blocks) == engine.blocks_of("bypass")[:3]
@@ -172,17 +172,17 @@ def test_what_is_still_there_is_not_copied_but_its_recency_is_refreshed(
 ) -> None:
     engine = Engine(model_config_dir, num_slots=6)
     warm(engine)
-    engine.add("other", tokens(1, 12) + [1])
+    engine.add("other", [*tokens(1, 12), 1])
     engine.run()  # the pool is full now: 3 + 3 chunks, the prompt's are the older ones
     engine.reset_gpu_cache()
-    engine.add("bypass", PROMPT + [2], prompt_logprobs=1)
+    engine.add("bypass", [*PROMPT, 2], prompt_logprobs=1)
     engine.step()
     assert engine.ranks.of(Direction.STORE) == []
     engine.run()
-    engine.add("third", tokens(2, 12) + [1])
+    engine.add("third", [*tokens(2, 12), 1])
     engine.run()  # evicts three chunks: not the prompt's, which were used last
     engine.reset_gpu_cache()
-    reads = engine.request("reads", PROMPT + [3])
+    reads = engine.request("reads", [*PROMPT, 3])
     assert engine.connector.get_num_new_matched_tokens(reads, 0) == (12, True)
 
 
@@ -192,7 +192,7 @@ def test_a_preempted_bypassing_request_comes_back_while_its_store_is_in_flight(
     """S25: ``(0, False)`` again, its bookkeeping done, the old fences kept, no assertion."""
     # Six blocks, of which it uses four: the second time it is given some of the first ones again.
     engine = Engine(model_config_dir, async_scheduling=async_scheduling, num_blocks=7)
-    engine.add("bypass", PROMPT + [2], max_tokens=8, prompt_logprobs=1)
+    engine.add("bypass", [*PROMPT, 2], max_tokens=8, prompt_logprobs=1)
     engine.step()
     (store,) = engine.ranks.of(Direction.STORE)
     fences = engine.snapshot()["fences"]

@@ -1,0 +1,393 @@
+"""Scenarios of faults seen in public, on vLLM's real scheduler and block pool; ranks told when.
+
+Each test says which scenario it is (S4, ...), with the outcome that is right.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvferry.engine.messages import JobReport
+from kvferry.engine.types import Direction, Rank
+from real_scheduler import Engine, changed, tokens
+from vllm.v1.request import RequestStatus
+
+
+@pytest.fixture(params=["sync", "async"])
+def async_scheduling(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param == "async")
+
+
+def stored_tokens(engine: Engine, prompt: list[int]) -> int:
+    """How many of the prompt's tokens the host would serve now, asked without a trace."""
+    core = engine.manager.core
+    hashes = engine.request("peek", prompt).block_hashes
+    keys = core.geometry.keys(hashes, 0, core.geometry.num_hashed_chunks(hashes))
+    return int(core.ledger.readable(core.geometry.group, keys)) * core.geometry.chunk_tokens
+
+
+def test_s4_a_store_in_flight_is_flushed_before_its_blocks_are_given_away(
+    model_config_dir: Path, async_scheduling: bool
+) -> None:
+    engine = Engine(model_config_dir, num_blocks=5, async_scheduling=async_scheduling)
+    first = tokens(0, 8)
+    engine.add("a", [*first, 1], max_tokens=6)
+    engine.step()
+    (store,) = engine.ranks.of(Direction.STORE)
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)  # preempts a
+    a = engine.scheduler.requests["a"]
+    engine.scheduler.waiting.remove_request(a)  # b comes first
+    engine.add("b", tokens(1, 13), max_tokens=2)
+    engine.scheduler.waiting.add_request(a)
+    output = engine.step()
+    assert store.job_id in output.kv_connector_metadata.orders.flush
+    taken = {block for new in output.scheduled_new_reqs for block in new.block_ids[0]}
+    assert taken & set(store.segments[0].blocks)
+    engine.run()
+    assert stored_tokens(engine, first) == 8
+    engine.check_idle()
+
+
+def test_s5_a_preempted_request_comes_back_while_its_store_is_pending(
+    model_config_dir: Path, async_scheduling: bool
+) -> None:
+    engine = Engine(model_config_dir, num_blocks=60, async_scheduling=async_scheduling)
+    request = engine.add("a", tokens(0, 13), max_tokens=6)
+    engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    for _ in range(20):  # its store is never reported in this time: it computes again
+        engine.step()
+    assert request.is_finished()
+    assert request.num_output_tokens == 6
+    engine.run()
+    engine.check_idle()
+
+
+def test_s6_the_last_block_is_stored_flushed_before_reuse_and_served(
+    model_config_dir: Path, async_scheduling: bool
+) -> None:
+    """A block fills on the final step, and the next step gives it to somebody else."""
+    engine = Engine(model_config_dir, num_blocks=4, async_scheduling=async_scheduling)
+    prompt = tokens(0, 7)
+    engine.add("a", prompt, max_tokens=2)  # computes 8 tokens: two full blocks, one by decoding
+    for _ in range(10):
+        if engine.scheduler.requests.get("a") is None:
+            break
+        engine.step()
+    in_flight = set(engine.ranks.open)
+    engine.add("b", tokens(1, 12))  # needs all three blocks
+    orders = engine.step().kv_connector_metadata.orders
+    # Under async scheduling the block's hash came too late for its own step: stored at finish.
+    prior = {order.job_id for order in orders.prior_stores}
+    assert bool(prior) == async_scheduling
+    assert set(orders.flush) == in_flight | prior
+    engine.run()
+    assert stored_tokens(engine, [*prompt, engine.sampled_token]) == 8
+    engine.check_idle()
+
+
+def test_s7_blocks_given_to_another_connector_are_fenced(model_config_dir: Path) -> None:
+    """A store is pending on X; X is allocated with 0 external tokens of ours."""
+    engine = Engine(model_config_dir)
+    engine.add("a", tokens(0, 9), max_tokens=1)
+    engine.step()
+    (store,) = engine.ranks.of(Direction.STORE)
+    other = engine.request("other", tokens(1, 9))
+    pool = engine.scheduler.kv_cache_manager
+    engine.connector.get_num_new_matched_tokens(other, 0)
+    block = pool.block_pool.blocks[store.segments[0].blocks[0]]
+    blocks = type(pool.empty_kv_cache_blocks)(([block],))
+    engine.connector.update_state_after_alloc(other, blocks, 0)
+    engine.step()
+    assert store.job_id in engine.ranks.flushed
+    engine.connector.request_finished_all_groups(other, ([],))
+    engine.run()
+    engine.check_idle()
+
+
+def test_s9_a_hit_is_not_evicted_between_lookup_and_allocation(model_config_dir: Path) -> None:
+    engine = Engine(model_config_dir, num_slots=2)
+    prompt = tokens(0, 8)
+    engine.add("warm", [*prompt, 1])
+    engine.run()
+    engine.reset_gpu_cache()
+    hit = engine.request("a", [*prompt, 2])
+    assert engine.connector.get_num_new_matched_tokens(hit, 0) == (8, True)
+    engine.add("b", tokens(1, 9))  # wants both slots
+    engine.run()
+    assert stored_tokens(engine, prompt) == 8
+    assert engine.snapshot()["evicted_chunks"] == 0
+    assert engine.snapshot()["reading"] == 2
+    engine.connector.request_finished_all_groups(hit, ([],))
+    engine.check_idle()
+
+
+def test_s10_a_store_is_not_acknowledged_by_a_step_without_a_forward(
+    model_config_dir: Path, async_scheduling: bool
+) -> None:
+    engine = Engine(model_config_dir, async_scheduling=async_scheduling)
+    engine.add("a", tokens(0, 8))
+    for _ in range(5):
+        engine.step()  # the last of these schedule nothing
+    assert engine.snapshot()["ready"] == 0
+    assert engine.connector.has_pending_push_work()
+    engine.run()
+    assert engine.snapshot()["ready"] == 2
+    engine.check_idle()
+
+
+def test_s11_every_full_block_is_stored_once_its_hash_exists(
+    model_config_dir: Path, async_scheduling: bool
+) -> None:
+    """Prompt 3, decode 6: the hash of a block comes a step late under async scheduling."""
+    engine = Engine(model_config_dir, async_scheduling=async_scheduling)
+    prompt = tokens(0, 3)
+    engine.add("a", prompt, max_tokens=6)
+    engine.run()
+    assert engine.snapshot()["stored_chunks"] == 2  # 3 + 5 computed tokens, each block once
+    assert stored_tokens(engine, prompt + [engine.sampled_token] * 5) == 8
+    engine.check_idle()
+
+
+def test_s15_a_store_that_never_completes_serves_nobody_and_blocks_nobody(
+    model_config_dir: Path,
+) -> None:
+    engine = Engine(model_config_dir)
+    prompt = tokens(0, 8)
+    engine.add("a", [*prompt, 1])
+    engine.step()
+    engine.reset_gpu_cache()
+    follower = engine.add("b", [*prompt, 2])
+    for _ in range(5):
+        engine.step()
+    assert follower.is_finished()
+    assert engine.snapshot()["loaded_chunks"] == 0
+    engine.run()
+    engine.check_idle()
+
+
+def test_s16_a_reset_with_a_store_and_a_load_in_flight(model_config_dir: Path) -> None:
+    """Nothing old is served; slots come back; the load that was begun completes first."""
+    engine = Engine(model_config_dir, num_slots=8)
+    loaded, stored = tokens(0, 8), tokens(1, 8)
+    engine.add("warm", [*loaded, 1])
+    engine.run()
+    engine.reset_gpu_cache()
+    engine.add("loads", [*loaded, 2], max_tokens=3)
+    engine.add("stores", [*stored, 2], max_tokens=3)
+    engine.step()
+    assert len(engine.ranks.of(Direction.LOAD)) == len(engine.ranks.of(Direction.STORE)) == 1
+    # vLLM's own answer is no: a request is running. The connector has reset all the same.
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert engine.snapshot()["doomed"] == 4
+    assert stored_tokens(engine, loaded) == stored_tokens(engine, stored) == 0
+    engine.run()
+    # What the two computed from old bytes is not stored either.
+    assert stored_tokens(engine, loaded) == stored_tokens(engine, stored) == 0
+    assert engine.snapshot()["free"] == 8
+    engine.check_idle()
+    engine.reset_gpu_cache()
+    engine.add("again", [*loaded, 3])
+    engine.run()
+    assert stored_tokens(engine, loaded) == 8
+    engine.check_idle()
+
+
+def test_a_request_that_starts_over_after_a_reset_is_stored_again(model_config_dir: Path) -> None:
+    engine = Engine(model_config_dir)
+    prompt = tokens(0, 8)
+    engine.add("a", [*prompt, 1], max_tokens=4)
+    engine.step()
+    engine.ranks.complete_all()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert stored_tokens(engine, prompt) == 0
+    engine.run()
+    assert stored_tokens(engine, prompt) == 8
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_s20_a_failed_load_is_recomputed_or_fails_alone_and_is_not_offered_again(
+    model_config_dir: Path, policy: str
+) -> None:
+    engine = Engine(model_config_dir, policy=policy)
+    prompt = tokens(0, 8)
+    engine.add("warm", [*prompt, 1])
+    engine.run()
+    engine.reset_gpu_cache()
+    request = engine.add("a", [*prompt, 2], max_tokens=2)
+    engine.step()
+    (load,) = engine.ranks.of(Direction.LOAD)
+    engine.ranks.complete(load.job_id, error="TransferError: told to fail")
+    engine.step()
+    assert stored_tokens(engine, prompt) == 0
+    engine.run()
+    if policy == "recompute":
+        assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+        assert stored_tokens(engine, prompt) == 8  # computed anew, and stored anew
+    else:
+        assert request.status == RequestStatus.FINISHED_ERROR
+        assert stored_tokens(engine, prompt) == 0  # its blocks hold no good bytes
+    assert engine.snapshot()["failed_jobs"] == 1
+    engine.check_idle()
+
+
+def test_s21_failed_stores_are_never_served(model_config_dir: Path) -> None:
+    engine = Engine(model_config_dir)
+    for i in range(9):
+        engine.add(f"r{i}", tokens(i, 9))
+        engine.step()
+        for n, store in enumerate(engine.ranks.of(Direction.STORE)):
+            engine.ranks.complete(store.job_id, error="told to fail" if (i + n) % 3 == 0 else None)
+        engine.step()
+    engine.run()
+    served = [stored_tokens(engine, tokens(i, 9)) for i in range(9)]
+    assert served == [0, 8, 8] * 3
+    engine.check_idle()
+
+
+def test_s23_per_request_state_returns_to_zero(model_config_dir: Path) -> None:
+    engine = Engine(model_config_dir, num_slots=16)
+    for i in range(1000):
+        engine.add(f"r{i}", tokens(i % 50, 9))
+        engine.step()
+        engine.ranks.complete_all()
+    engine.run()
+    engine.check_idle()
+
+
+def test_s26_a_load_past_its_deadline_wakes_its_request_and_keeps_its_slots_doomed(
+    model_config_dir: Path,
+) -> None:
+    engine = Engine(model_config_dir)
+    prompt = tokens(0, 8)
+    engine.add("warm", [*prompt, 1])
+    engine.run()
+    engine.reset_gpu_cache()
+    request = engine.add("a", [*prompt, 2], max_tokens=2)
+    engine.step()
+    (load,) = engine.ranks.of(Direction.LOAD)
+    engine.ranks.give_up(load.job_id)
+    engine.step()
+    assert engine.snapshot()["doomed"] == 2
+    assert engine.snapshot()["fences"] == 2
+    for _ in range(10):
+        engine.step()
+        for store in engine.ranks.of(Direction.STORE):
+            engine.ranks.complete(store.job_id)
+    assert request.is_finished()
+    assert not engine.connector.has_pending_push_work()  # a hung job does not keep it spinning
+    assert engine.snapshot()["doomed"] == 2
+    engine.ranks.settle(load)
+    engine.step()
+    assert engine.snapshot()["doomed"] == 0
+    engine.run()
+    engine.check_idle()
+
+
+def test_an_abort_while_loading_gives_everything_back(
+    model_config_dir: Path, async_scheduling: bool
+) -> None:
+    engine = Engine(model_config_dir, async_scheduling=async_scheduling)
+    prompt = tokens(0, 8)
+    engine.add("warm", [*prompt, 1])
+    engine.run()
+    engine.reset_gpu_cache()
+    before = engine.snapshot()
+    engine.add("a", [*prompt, 2])
+    engine.step()
+    engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks
+    held = free()
+    engine.step()
+    assert engine.snapshot()["reading"] == 2
+    assert free() == held  # the load still writes to them
+    engine.run()
+    assert free() > held
+    assert changed(before, engine.snapshot()) == {"lookups", "hits", "loaded_chunks"}
+    engine.check_idle()
+
+
+def test_an_abort_while_waiting_drops_the_pin(model_config_dir: Path) -> None:
+    """Nothing could be allocated for the hit; the request goes away while it waits."""
+    engine = Engine(model_config_dir, num_blocks=6)
+    prompt = tokens(0, 8)
+    engine.add("warm", [*prompt, 1])
+    engine.run()
+    engine.reset_gpu_cache()
+    engine.add("holds", tokens(1, 15), max_tokens=4)
+    engine.step()
+    engine.ranks.complete_all()
+    engine.add("a", [*prompt, 2])
+    engine.step()
+    assert engine.snapshot()["reading"] == 2
+    engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert engine.snapshot()["reading"] == 0
+    engine.run()
+    engine.check_idle()
+
+
+def test_fewer_tokens_taken_than_answered_releases_the_rest(model_config_dir: Path) -> None:
+    engine = Engine(model_config_dir)
+    prompt = tokens(0, 12)
+    engine.add("warm", [*prompt, 1])
+    engine.run()
+    request = engine.request("a", [*prompt, 2])
+    assert engine.connector.get_num_new_matched_tokens(request, 0) == (12, True)
+    blocks = engine.scheduler.kv_cache_manager.block_pool.get_new_blocks(1)
+    table = type(engine.scheduler.kv_cache_manager.empty_kv_cache_blocks)((blocks,))
+    engine.connector.update_state_after_alloc(request, table, 4)
+    assert (engine.snapshot()["reading"], engine.snapshot()["leases"]) == (1, 1)
+
+
+def test_a_chunk_that_is_there_is_never_stored_twice(model_config_dir: Path) -> None:
+    engine = Engine(model_config_dir)
+    prompt = tokens(0, 8)
+    for i in range(4):
+        engine.add(f"r{i}", [*prompt, i])
+        engine.run()
+        engine.reset_gpu_cache()
+    assert engine.snapshot()["stored_chunks"] == 2
+
+
+def test_a_prompt_in_pieces_is_stored_whole(model_config_dir: Path) -> None:
+    engine = Engine(model_config_dir, max_batched_tokens=5)
+    prompt = tokens(0, 22)
+    engine.add("a", prompt)
+    engine.run()
+    assert stored_tokens(engine, prompt) == 20
+    engine.check_idle()
+
+
+def test_a_request_larger_than_the_pool_keeps_its_own_prefix(model_config_dir: Path) -> None:
+    """Storing the tail must not evict the head of the same prompt, which it is useless without."""
+    engine = Engine(model_config_dir, num_slots=3, max_batched_tokens=8)
+    prompt = tokens(0, 40)
+    engine.add("a", prompt, max_tokens=8)
+    engine.run()
+    assert stored_tokens(engine, prompt) == 12
+    engine.check_idle()
+
+
+def test_a_job_ends_when_every_rank_has_reported(model_config_dir: Path) -> None:
+    engine = Engine(model_config_dir, num_ranks=2)
+    engine.add("a", tokens(0, 9))
+    engine.step()
+    (store,) = engine.ranks.of(Direction.STORE)
+    core = engine.manager.core
+    from kvferry.engine.messages import StepReports
+
+    core.take(StepReports((JobReport(store.job_id, Rank(0), Direction.STORE),)))
+    assert engine.snapshot()["ready"] == 0
+    core.take(StepReports((JobReport(store.job_id, Rank(1), Direction.STORE),)))
+    assert engine.snapshot()["ready"] == 2
+
+
+def test_ranks_that_hold_less_decide_for_all(model_config_dir: Path) -> None:
+    """S13: the ledger is as large as the smallest rank."""
+    from kvferry.integration.vllm.metadata import RankCapacity
+
+    engine = Engine(model_config_dir, num_ranks=2)
+    capacities: dict[tuple[int, int], Any] = {(0, 0): RankCapacity(12), (1, 0): RankCapacity(10)}
+    engine.connector.set_xfer_handshake_metadata_pp_aware(capacities)
+    assert engine.snapshot()["free"] == 10

@@ -94,7 +94,7 @@ def compile_for(configuration: KernelConfiguration, gpu: GPUTarget) -> Any:
             fn=configuration.kernel, signature=signature, constexprs=constexprs, attrs=attributes
         ),
         target=gpu,
-        options={"num_warps": configuration.num_warps},
+        options=dict(configuration.options),
     )
 
 
@@ -157,7 +157,7 @@ def _in_flight(
         if "cp.async" not in compiled.asm["ptx"]:
             yield "staged, but without asynchronous copies"
     else:
-        num_threads = gpu.warp_size * configuration.num_warps
+        num_threads = gpu.warp_size * configuration.options["num_warps"]
         loads = _of(widths, "load").items()
         held, place = num_threads * sum(width * count for width, count in loads), "loads"
     if held < promised:
@@ -169,14 +169,17 @@ def _of(widths: instructions.Widths, direction: str) -> dict[int, int]:
 
 
 def _audit_by_index(index: int, target: str) -> Report:
-    return audit(list(all_configurations())[index], target)
+    """For another process: a kernel does not travel, its place in the list does."""
+    return audit(_configurations(target)[index], target)
+
+
+def _configurations(target: str) -> list[KernelConfiguration]:
+    return list(all_configurations(TARGETS[target].backend))
 
 
 def audit_all(targets: Sequence[str], num_processes: int) -> list[Report]:
     """Audit every configuration on every target, in processes of their own when more than one."""
-    jobs = [
-        (index, target) for target in targets for index in range(len(list(all_configurations())))
-    ]
+    jobs = [(i, target) for target in targets for i in range(len(_configurations(target)))]
     if num_processes == 1:
         return [_audit_by_index(*job) for job in jobs]
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:

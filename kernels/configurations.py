@@ -7,6 +7,7 @@ from typing import Any
 from .checksum.kernel import checksum_pages_kernel
 from .config import PACK, PLAIN, STAGED, CopyConfig, TileShape, tile_shapes
 from .copy.kernel import load_pages_kernel, store_pages_kernel
+from .launching import compile_options, fit
 from .pack.kernel import pack_pages_kernel, unpack_pages_kernel
 from .pages import NO_CHECKSUMS, VERIFY_CHECKSUMS, WRITE_CHECKSUMS
 from .table import ACCESS_WIDTHS_BYTES
@@ -44,7 +45,7 @@ class KernelConfiguration:
     signature: Mapping[str, str]
     constexprs: Mapping[str, Any]
     aligned: tuple[str, ...]
-    num_warps: int
+    options: Mapping[str, int]
     num_stages: int
     access_bytes: int
     in_flight_bytes: int
@@ -67,22 +68,27 @@ _PACK_MODES = (
 
 
 def all_configurations(
-    copy_configs: tuple[CopyConfig, ...] = (PLAIN, STAGED), pack_config: CopyConfig = PACK
+    backend: str = "cuda",
+    *,
+    copy_configs: tuple[CopyConfig, ...] = (PLAIN, STAGED),
+    pack_config: CopyConfig = PACK,
 ) -> Iterator[KernelConfiguration]:
-    """Every kernel that these configs can lead to, each once."""
+    """Every kernel that these configs can lead to on a backend (``cuda`` or ``hip``), each once."""
     for modes, configs in ((_COPY_MODES, copy_configs), (_PACK_MODES, (pack_config,))):
         shapes = {
-            shape: None
+            fit(shape, backend): None
             for config in configs
             for access_bytes in ACCESS_WIDTHS_BYTES
             for shape in tile_shapes(config, access_bytes)
         }
         for kernel, checksums in modes:
             for shape in shapes:
-                yield _configuration(kernel, checksums, shape)
+                yield _configuration(kernel, checksums, shape, backend)
 
 
-def _configuration(kernel: Any, checksums: int, shape: TileShape) -> KernelConfiguration:
+def _configuration(
+    kernel: Any, checksums: int, shape: TileShape, backend: str
+) -> KernelConfiguration:
     constexprs: dict[str, Any] = {
         "ACCESS_BYTES": shape.access_bytes,
         "ROWS": shape.rows,
@@ -105,7 +111,7 @@ def _configuration(kernel: Any, checksums: int, shape: TileShape) -> KernelConfi
         signature={a: types[a] for a in kernel.arg_names if a not in constexprs},
         constexprs=constexprs,
         aligned=(),
-        num_warps=shape.num_warps,
+        options=compile_options(shape, backend),
         num_stages=shape.num_stages,
         access_bytes=shape.access_bytes,
         in_flight_bytes=shape.rows * shape.row_bytes * max(1, shape.num_stages - 1),

@@ -24,8 +24,8 @@ def write(
     rows too short, a wrong dtype or device.
     """
     _check(table, entries, checksums, are_destinations=True)
-    for part in slices(entries.num_entries, table.block_bytes, slice_bytes):
-        launch.checksum(table, entries, part, config=config, checksums=checksums, flags=None)
+    parts = slices(entries.num_entries, table.block_bytes, slice_bytes)
+    launch.checksum(table, entries, *parts, config=config, checksums=checksums, flags=None)
 
 
 def verify(
@@ -43,8 +43,8 @@ def verify(
     """
     check_flags(flags, checksums, entries, table.device)
     _check(table, entries, checksums, are_destinations=False)
-    for part in slices(entries.num_entries, table.block_bytes, slice_bytes):
-        launch.checksum(table, entries, part, config=config, checksums=checksums, flags=flags)
+    parts = slices(entries.num_entries, table.block_bytes, slice_bytes)
+    launch.checksum(table, entries, *parts, config=config, checksums=checksums, flags=flags)
 
 
 def _check(

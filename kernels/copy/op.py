@@ -38,8 +38,8 @@ def store(
     wrong dtype or device.
     """
     check_store(table, slots, entries, checksums)
-    for part in slices(entries.num_entries, table.block_bytes, slice_bytes):
-        launch.store(table, slots, entries, part, config=config, checksums=checksums)
+    parts = slices(entries.num_entries, table.block_bytes, slice_bytes)
+    launch.store(table, slots, entries, *parts, config=config, checksums=checksums)
 
 
 def load(
@@ -59,8 +59,8 @@ def load(
     here a block must not be named twice.
     """
     check_load(table, slots, entries, checksums, flags)
-    for part in slices(entries.num_entries, table.block_bytes, slice_bytes):
-        launch.load(table, slots, entries, part, config=config, checksums=checksums, flags=flags)
+    parts = slices(entries.num_entries, table.block_bytes, slice_bytes)
+    launch.load(table, slots, entries, *parts, config=config, checksums=checksums, flags=flags)
 
 
 def check_store(

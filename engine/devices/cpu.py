@@ -101,6 +101,7 @@ class CpuDevice:
         self.num_threads: Final = num_threads or min(2, os.cpu_count() or 1)
         self._compiled = load_compiled()
         self._copiers: dict[GroupId, GroupCopier] = {}
+        self._moved: tuple[object, ...] = ()  # keeps alive what the copiers know by address
         self._changed = threading.Condition()
         self._queue: list[CpuTicket] = []
         self._num_launched = 0
@@ -121,6 +122,7 @@ class CpuDevice:
     def attach(self, layout: Layout, memory: HostMemory) -> None:
         if self._copiers:
             raise ValueError("the device is attached already; allowed: once")
+        self._moved = (layout, memory)
         self._copiers = {
             group.group: GroupCopier(group, memory, self._compiled) for group in layout.groups
         }

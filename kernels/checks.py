@@ -1,7 +1,7 @@
 """What every op refuses before it launches: a wrong id here is another request's memory there.
 
-All checks read the entries through numpy on the CPU. One sort answers range and repeats together,
-keeps no state, and takes microseconds for hundreds of entries.
+All checks read the entries through numpy on the CPU, keep no state, and take microseconds for
+hundreds of entries.
 """
 
 import numpy as np
@@ -11,18 +11,20 @@ import torch
 from .entries import BLOCK, POSITION, SLOT, Entries
 from .table import ChecksumSlots, FragmentTable, HostSlots
 
-_Ids = npt.NDArray[np.int64]
+_Ids = npt.NDArray[np.uint64]
+
+_MAX_MARKS = 1 << 16
+"""Up to here one byte for each possible id is cleared sooner than hundreds of ids are sorted."""
 
 
 def check_blocks(entries: Entries, num_blocks: int, *, are_destinations: bool) -> None:
     """Block ids are in range, and name a block at most once where they are written to."""
     ids = _column(entries, BLOCK)
+    _check_range("block id", ids, num_blocks)
     if are_destinations:
-        ids = np.sort(ids)
-        _check_range("block id", ids[0], ids[-1], num_blocks)
-        _check_distinct("block id", ids)
-    else:
-        _check_range("block id", ids.min(), ids.max(), num_blocks)
+        repeated = _repeated(ids, num_blocks)
+        if repeated is not None:
+            raise ValueError(f"duplicate destination: block id {repeated} is named more than once")
 
 
 def check_places(
@@ -30,15 +32,18 @@ def check_places(
 ) -> None:
     """Slot ids and positions are in range; a place is named at most once where it is written to."""
     slot_ids, positions = _column(entries, SLOT), _column(entries, POSITION)
-    _check_range("slot id", slot_ids.min(), slot_ids.max(), num_slots)
-    _check_range("position", positions.min(), positions.max(), blocks_per_chunk)
+    _check_range("slot id", slot_ids, num_slots)
+    _check_range("position", positions, blocks_per_chunk)
     if are_destinations:
-        places = np.sort(slot_ids * blocks_per_chunk + positions)
-        if (places[1:] == places[:-1]).any():
-            place = int(places[:-1][places[1:] == places[:-1]][0])
-            slot, position = divmod(place, blocks_per_chunk)
+        places = slot_ids
+        if blocks_per_chunk > 1:
+            places = slot_ids * np.uint64(blocks_per_chunk) + positions
+        repeated = _repeated(places, num_slots * blocks_per_chunk)
+        if repeated is not None:
+            slot, position = divmod(repeated, blocks_per_chunk)
             raise ValueError(
-                f"duplicate destination: slot id {slot}, position {position} is named more than once"
+                f"duplicate destination: slot id {slot}, position {position} "
+                f"is named more than once"
             )
 
 
@@ -47,8 +52,8 @@ def check_slots(slots: HostSlots, table: FragmentTable) -> None:
     needed = slots.blocks_per_chunk * table.block_bytes
     if needed > slots.slot_stride_bytes:
         raise ValueError(
-            f"a chunk of {slots.blocks_per_chunk} blocks of {table.block_bytes} bytes needs {needed} "
-            f"bytes, slots are {slots.slot_stride_bytes} bytes apart"
+            f"a chunk of {slots.blocks_per_chunk} blocks of {table.block_bytes} bytes needs "
+            f"{needed} bytes, slots are {slots.slot_stride_bytes} bytes apart"
         )
     check_reachable("slot memory", slots.memory, table.device)
 
@@ -68,8 +73,8 @@ def check_checksums(
         slots.blocks_per_chunk,
     ):
         raise ValueError(
-            f"checksums are for {checksums.num_slots} slots of {checksums.blocks_per_chunk} blocks, "
-            f"there are {slots.num_slots} slots of {slots.blocks_per_chunk} blocks"
+            f"checksums are for {checksums.num_slots} slots of {checksums.blocks_per_chunk} "
+            f"blocks, there are {slots.num_slots} slots of {slots.blocks_per_chunk} blocks"
         )
     check_reachable("checksums", checksums.values, table.device)
 
@@ -116,8 +121,8 @@ def check_aligned(name: str, value: int, table: FragmentTable) -> None:
     """A base that the table's accesses do not divide would fault on the device."""
     if value % table.access_bytes:
         raise ValueError(
-            f"misaligned base: {name} must be a multiple of the {table.access_bytes} bytes that the "
-            f"fragments are aligned to, got {value:#x}"
+            f"misaligned base: {name} must be a multiple of the {table.access_bytes} bytes that "
+            f"the fragments are aligned to, got {value:#x}"
         )
 
 
@@ -132,18 +137,24 @@ def check_reachable(name: str, tensor: torch.Tensor, device: torch.device) -> No
 
 
 def _column(entries: Entries, column: int) -> _Ids:
-    array: _Ids = entries.records.numpy()
+    """One column as unsigned numbers, in which a negative id is a very large one."""
+    array: _Ids = entries.records.numpy().view(np.uint64)
     return array[:, column]
 
 
-def _check_range(name: str, least: np.int64, most: np.int64, bound: int) -> None:
-    if least < 0 or most >= bound:
-        wrong = int(least if least < 0 else most)
+def _check_range(name: str, ids: _Ids, bound: int) -> None:
+    if int(ids.max()) >= bound:
+        wrong = int(ids[ids >= bound].astype(np.int64)[0])
         raise ValueError(f"{name} {wrong} is out of range: allowed are 0 to {bound - 1}")
 
 
-def _check_distinct(name: str, ids: _Ids) -> None:
-    repeated = ids[1:] == ids[:-1]
-    if repeated.any():
-        wrong = int(ids[:-1][repeated][0])
-        raise ValueError(f"duplicate destination: {name} {wrong} is named more than once")
+def _repeated(ids: _Ids, bound: int) -> int | None:
+    """An id that comes more than once, all of them being below ``bound``; None if there is none."""
+    if bound <= _MAX_MARKS:
+        marks = np.zeros(bound, dtype=np.bool_)
+        marks[ids] = True
+        if np.count_nonzero(marks) == len(ids):
+            return None
+    ids = np.sort(ids)
+    repeated = ids[1:][ids[1:] == ids[:-1]]
+    return int(repeated[0]) if len(repeated) else None

@@ -91,17 +91,18 @@ def launch(
         direct = _variants.get(key)
     for first, num_entries in parts:
         num_programs = min(config.num_programs, num_groups * num_entries)
-        if direct is not None:
-            direct.run(
-                num_programs, 1, 1, stream, direct.function, direct.metadata, None, None, None,
+        if direct is None:
+            options = compile_options(shape, backend())
+            compiled = kernel[(num_programs,)](*head, first, num_entries, *tail, **options)
+            if key:
+                direct = _Direct(compiled.run, compiled.function, compiled.packed_metadata)
+                _variants[key] = direct
+        else:
+            run, function, metadata = direct
+            run(
+                num_programs, 1, 1, stream, function, metadata, None, None, None,
                 *head, first, num_entries, *tail,
             )  # fmt: skip
-            continue
-        options = compile_options(shape, backend())
-        compiled = kernel[(num_programs,)](*head, first, num_entries, *tail, **options)
-        if key:
-            direct = _Direct(compiled.run, compiled.function, compiled.packed_metadata)
-            _variants[key] = direct
 
 
 def _goes_direct(kernel: Any) -> bool:

@@ -48,7 +48,7 @@ PACK = CopyConfig(num_programs=32, tile_bytes=16384, num_stages=1, num_warps=4)
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """A tile is ``rows`` fragments side by side, ``row_bytes`` of each; all constexprs of a kernel."""
+    """A tile is ``rows`` fragments side by side, ``row_bytes`` of each: a kernel's constexprs."""
 
     access_bytes: int
     rows: int

@@ -1,3 +1,5 @@
+# ruff: noqa: N803
+# mypy: ignore-errors
 """The word mixing of the checksum, as device code.
 
 The constants and shifts are those of the SplitMix64 finaliser in Stafford's variant 13 (Steele, Lea
@@ -16,7 +18,7 @@ _SECOND = tl.constexpr(0x94D049BB133111EB)
 
 @triton.jit
 def mix(value):
-    """A bijection of uint64 values in which every bit of the input reaches every bit of the output."""
+    """A bijection of uint64 values that carries every input bit to every output bit."""
     value = (value ^ (value >> 30)) * _FIRST
     value = (value ^ (value >> 27)) * _SECOND
     return value ^ (value >> 31)

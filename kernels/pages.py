@@ -1,9 +1,13 @@
+# ruff: noqa: N803
+# mypy: ignore-errors
 """The one loop behind every kernel: walk (entry, fragments) pairs, and move or read their bytes.
 
 Work is dealt out in items: one entry with ``ROWS`` consecutive fragments. A program takes every
-``num_programs``-th item, and moves it in ``num_steps`` tiles of ``[ROWS, ROW_BYTES]`` bytes. Items and
-steps are one flat loop, so that a pipelined loop does not run dry between fragments. An item is
+``num_programs``-th item, and moves it in ``num_steps`` tiles of ``[ROWS, ROW_BYTES]`` bytes. Items
+and steps are one flat loop, so that a pipelined loop does not run dry between fragments. An item is
 never split over programs: a fragment's checksum is summed up in registers, without atomics.
+
+Constexprs are written in capitals. Device code is a language of its own, which mypy cannot check.
 """
 
 import triton
@@ -23,7 +27,7 @@ COUNTS = (
 """Never specialised on, and of a fixed width: a transfer of another size compiles nothing new."""
 
 POINTERS = ("table_ptr", "memory_ptr", "entries_ptr", "checksums_ptr", "flags_ptr")
-"""Not specialised on alignment either: where it matters the op checks it, and the kernel says so."""
+"""Not specialised on alignment either: the op checks it, and the kernel states it."""
 
 # What a kernel does with checksums.
 NO_CHECKSUMS = tl.constexpr(0)
@@ -57,10 +61,10 @@ def move_pages(
     """Move the fragments of entries ``first_entry ... + num_entries`` between pages and memory.
 
     ``table_ptr`` int64 ``[4, num_fragments]``; ``memory_ptr`` uint8, the slots or a staging buffer;
-    ``entries_ptr`` int64 ``[n, 4]``; ``checksums_ptr`` int64 ``[num_slots, checksum_stride]`` or None;
-    ``flags_ptr`` int32 ``[n]`` or None. ``FROM_PAGES`` reads pages, and with ``WRITE`` writes memory;
-    otherwise the reverse. ``ENTRY_ORDER`` puts blocks back to back in memory in the order of the
-    entries; otherwise the entry's slot and position say where.
+    ``entries_ptr`` int64 ``[n, 4]``; ``checksums_ptr`` int64 ``[num_slots, checksum_stride]`` or
+    None; ``flags_ptr`` int32 ``[n]`` or None. ``FROM_PAGES`` reads pages, and with ``WRITE`` writes
+    memory; otherwise the reverse. ``ENTRY_ORDER`` puts blocks back to back in memory in the order
+    of the entries; otherwise the entry's slot and position say where.
     """
     if ACCESS_BYTES == 16:
         # Two 8-byte elements make one access; the mask below is kept even for that reason.

@@ -20,5 +20,8 @@ def slices(num_entries: int, block_bytes: int, slice_bytes: int = SLICE_BYTES) -
     if not 1 <= slice_bytes <= MAX_SLICE_BYTES:
         raise ValueError(f"slice_bytes must be 1 to {MAX_SLICE_BYTES}, got {slice_bytes}")
     per_slice = max(1, slice_bytes // block_bytes)
-    for first in range(0, num_entries, per_slice):
-        yield Slice(first, min(per_slice, num_entries - first))
+    num_full, rest = divmod(num_entries, per_slice)
+    for first in range(0, num_full * per_slice, per_slice):
+        yield Slice(first, per_slice)
+    if rest:
+        yield Slice(num_entries - rest, rest)

@@ -1,9 +1,9 @@
 """Where the bytes are: the fragments of a KV cache group, and the slots in host memory.
 
-A block of a KV cache group is a list of fragments, always in the same order. Fragment ``f`` of block
-``b`` begins at ``base_address[f] + b * block_stride_bytes[f]``; in a slot the fragments of one block
-lie back to back in that order, and the blocks of a chunk one after another. Both descriptions are
-built once; a transfer names only block and slot ids, and the kernels compute every address.
+A block of a KV cache group is a list of fragments, always in the same order. Fragment ``f`` of
+block ``b`` begins at ``base_address[f] + b * block_stride_bytes[f]``; in a slot the fragments of a
+block lie back to back in that order, and the blocks of a chunk one after another. Both descriptions
+are built once; a transfer names only block and slot ids, and the kernels compute every address.
 """
 
 import math
@@ -21,7 +21,7 @@ _MAX_INT32 = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """One contiguous piece of every block: its address in block 0, and the step to the next block."""
+    """One contiguous piece of every block: its address in block 0, and the step to the next."""
 
     base_address: int
     block_stride_bytes: int
@@ -80,8 +80,9 @@ class FragmentTable:
         for index, view in enumerate(views):
             if view.dtype != torch.uint8 or view.dim() != 2 or view.stride(1) != 1:
                 raise ValueError(
-                    f"fragment {index} must be a uint8 view [num_blocks, num_bytes] with contiguous "
-                    f"bytes, got {view.dtype} {tuple(view.shape)} with strides {view.stride()}"
+                    f"fragment {index} must be a uint8 view [num_blocks, num_bytes] with "
+                    f"contiguous bytes, got {view.dtype} {tuple(view.shape)} with strides "
+                    f"{view.stride()}"
                 )
             if view.shape[0] != views[0].shape[0] or view.device != views[0].device:
                 raise ValueError(
@@ -140,8 +141,8 @@ class HostSlots:
 class ChecksumSlots:
     """The checksums beside the slots of one KV cache group.
 
-    ``values`` is an int64 tensor ``[num_slots, row]``, on the CPU (pinned for a GPU) or on the GPU. A
-    row holds at least ``blocks_per_chunk * num_fragments`` values: ``[position, fragment]``.
+    ``values`` is an int64 tensor ``[num_slots, row]``, on the CPU (pinned for a GPU) or on the GPU.
+    A row holds at least ``blocks_per_chunk * num_fragments`` values: ``[position, fragment]``.
     """
 
     values: torch.Tensor

@@ -1,3 +1,5 @@
+# ruff: noqa: N803
+# mypy: ignore-errors
 """The kernel of ``checksum``: it reads pages and moves nothing."""
 
 import triton

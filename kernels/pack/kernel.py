@@ -1,3 +1,5 @@
+# ruff: noqa: N803
+# mypy: ignore-errors
 """The kernels of ``pack``, two of them, so that a trace tells the direction."""
 
 import triton

@@ -21,8 +21,8 @@ LOOK: Final = -1
 """Stands for the host among the operation numbers of a choice: it looks without waiting more."""
 
 
-class _RepeatError(Exception):
-    """This run can only repeat an order that was seen."""
+class _RepeatError(BaseException):
+    """This run can only repeat an order that was seen. Not for the program to handle."""
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """What ``cuda.py`` asks of a GPU runtime: streams, events, waits, memory, copies, launches.
 
 There are two: ``cuda_runtime.py`` passes everything on to CUDA, ``simulated.py`` orders the same
-calls on the simulator, moves real bytes in plain memory and looks for races. What is not in here, the
-device cannot do, so what holds on the simulator holds for the calls made on a GPU.
+calls on the simulator, moves real bytes in plain memory and looks for races. What is not in here
+the device cannot do, so what holds on the simulator holds for the calls made on a GPU.
 
 Streams and events are opaque: made by one runtime, handed back to it. An event stands for what its
 stream held when it was recorded last; a wait takes it as it is at the time of the call, so an event
@@ -89,6 +89,11 @@ class Runtime(Protocol):
         """Where tables and staging buffers live."""
         ...
 
+    @property
+    def numa_node(self) -> int | None:
+        """Of the device; None when it cannot be told."""
+        ...
+
     def now_s(self) -> float: ...
 
     def compute_stream(self) -> Stream:
@@ -97,7 +102,9 @@ class Runtime(Protocol):
 
     def create_stream(self, name: str, priority: Priority) -> Stream: ...
 
-    def create_event(self) -> Event: ...
+    def create_event(self, *, timed: bool = False) -> Event:
+        """``timed``: good for ``elapsed_s``, and a little dearer."""
+        ...
 
     def record(self, event: Event, stream: Stream) -> None: ...
 

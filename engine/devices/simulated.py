@@ -30,6 +30,7 @@ class SimulatedStream:
 class SimulatedEvent:
     """``operation`` is the marker in its stream, once recorded."""
 
+    timed: bool
     operation: Operation | None = None
 
 
@@ -93,6 +94,10 @@ class SimulatedRuntime:
     def device(self) -> torch.device:
         return torch.device("cpu")
 
+    @property
+    def numa_node(self) -> int | None:
+        return None
+
     def now_s(self) -> float:
         return self.simulation.ticks * SECONDS_PER_TICK
 
@@ -102,9 +107,9 @@ class SimulatedRuntime:
     def create_stream(self, name: str, priority: Priority) -> Stream:
         return SimulatedStream(f"{name}#{next(self._names)}", priority)
 
-    def create_event(self) -> Event:
+    def create_event(self, *, timed: bool = False) -> Event:
         self.num_events += 1
-        return SimulatedEvent()
+        return SimulatedEvent(timed)
 
     def record(self, event: Event, stream: Stream) -> None:
         self._call("record")
@@ -138,6 +143,10 @@ class SimulatedRuntime:
         return True
 
     def elapsed_s(self, start: Event, end: Event) -> float:
+        assert isinstance(start, SimulatedEvent)
+        assert isinstance(end, SimulatedEvent)
+        if not (start.timed and end.timed):
+            raise ValueError("the time between events that were not made for timing")
         return (_recorded(end).done_at - _recorded(start).done_at) * SECONDS_PER_TICK
 
     def allocate(self, num_bytes: int) -> torch.Tensor:

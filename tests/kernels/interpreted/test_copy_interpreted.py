@@ -1,0 +1,3 @@
+"""The tests of ``suite_copy`` in Triton's interpreter."""
+
+from suite_copy import *  # noqa: F403

@@ -1,0 +1,3 @@
+"""The tests of ``suite_pack`` in Triton's interpreter."""
+
+from suite_pack import *  # noqa: F403

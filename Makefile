@@ -28,6 +28,7 @@ setup: $(READY)
 $(READY): pyproject.toml .ci/setup
 	@.ci/setup "$(VENV)" "$(PYTHON)"
 
+demo: export KVFERRY_CACHE ?= $(CURDIR)/.cache
 demo: $(READY)
 	$(BIN)/kvferry demo $(ARGS)
 

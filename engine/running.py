@@ -98,6 +98,7 @@ class RunningJob:
 
     def report(self, rank: Rank) -> JobReport:
         """The last report of a job that is over."""
+        self.notice_errors()  # a ticket may have ended between the last look and this one
         if self.error is None and (corrupt := self.corrupt_slots()):
             self.error = IntegrityError(f"checksums differ in slots {corrupt}")
         return JobReport(

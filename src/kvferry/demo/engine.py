@@ -7,6 +7,7 @@ the engine be stepped on after its requests are done until it has nothing left.
 import gc
 import os
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ def prepare_environment() -> None:
     """Set what vLLM reads from the environment; to be called before vLLM is imported."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # vLLM looks through all loaded modules when a second engine starts, torch's old names too.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.triton_utils")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class InProcessEngine:
             enable_prefix_caching=True,
             seed=0,
             kv_transfer_config=setup.kv_transfer,
+            use_tqdm_on_load=False,
         )
         self._num_requests = 0
         self._prefill: Any = None

@@ -129,7 +129,8 @@ def move_pages(
             within = (word * 8)[None, :] < num_bytes[:, None]
             mixed = tl.where(within, mixed, 0)
             sums = tl.where(step == 0, 0, sums) + tl.sum(mixed, axis=1)
-            done = known & (step == num_steps - 1)
+            # Not ``known & (step == ...)``: a scalar condition spread over rows breaks the interpreter.
+            done = fragments < tl.where(step == num_steps - 1, num_fragments, 0)
             where = checksums_ptr + slot * checksum_stride + position * num_fragments + fragments
             if CHECKSUMS == WRITE_CHECKSUMS:
                 tl.store(where, sums.to(tl.int64), mask=done)

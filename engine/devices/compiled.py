@@ -1,38 +1,25 @@
 """The CPU device's copy loop, compiled by numba and run without the GIL.
 
 Importing this needs numba. One call moves a range of entries: one ``memcpy`` for each fragment,
-with neighbours merged as they come.
+with neighbours merged as they come. Checked entries are summed up right behind their copy, while
+their bytes are in the cache; the checksum is that of ``kernels/checksum/reference.py``.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numba
+import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from llvmlite.binding import ffi  # type: ignore[import-untyped]
 from numba.core import cgutils
-from numba.core.types import int64, void
+from numba.core.types import boolean, int64, uint64, void, voidptr
 from numba.extending import intrinsic
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-def _answer_no_special_names(proxy: Any) -> None:
-    """Let llvmlite's library proxy say that it has no ``__dict__``.
-
-    It answers every name, ``__dict__`` too, with a function. Whoever looks through all modules for
-    values with a ``__dict__`` stumbles over that: vLLM's CPU build does when a second engine starts
-    in a process, and stops with an AttributeError (seen with vLLM 0.32 and llvmlite 0.47).
-    """
-    answer = proxy.__getattr__
-
-    def __getattr__(self: Any, name: str) -> Any:  # noqa: N807
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return answer(self, name)
-
-    proxy.__getattr__ = __getattr__
-
-
-if hasattr(ffi.lib, "__dict__"):
-    _answer_no_special_names(type(ffi.lib))
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -53,14 +40,94 @@ def _copy_bytes(typing_context: Any, target: Any, source: Any, num_bytes: Any) -
     return void(int64, int64, int64), generate
 
 
-def _copy_entries(
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer(typing_context: Any, address: Any) -> Any:
+    """An address as a pointer."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return voidptr(int64), generate
+
+
+def _compile(signature: Any) -> Callable[[_Function], _Function]:
+    """Compile now, kept on disk where a place for it can be written."""
+
+    def decorate(function: _Function) -> _Function:
+        compiled: Any
+        try:
+            compiled = numba.njit(signature, nogil=True, cache=True)(function)
+        except RuntimeError:  # numba found no folder for its cache
+            compiled = numba.njit(signature, nogil=True)(function)
+        return cast(_Function, compiled)
+
+    return decorate
+
+
+@_compile(uint64(uint64))
+def _mix(value: Any) -> Any:
+    value = (value ^ (value >> np.uint64(30))) * _FIRST
+    value = (value ^ (value >> np.uint64(27))) * _SECOND
+    return value ^ (value >> np.uint64(31))
+
+
+@_compile(uint64(int64, int64, uint64))
+def _sum_up(address: Any, num_bytes: Any, key: Any) -> Any:
+    """The checksum of one fragment with this key."""
+    num_words = num_bytes // 8
+    words = numba.carray(_pointer(address), num_words, np.uint64)
+    total = np.uint64(0)
+    counter = key
+    for index in range(num_words):
+        total += _mix(words[index] ^ (key + np.uint64(index) * _STEP))
+    counter = key + np.uint64(num_words) * _STEP
+    if num_bytes % 8:
+        rest = numba.carray(_pointer(address + num_words * 8), num_bytes % 8, np.uint8)
+        word = np.uint64(0)
+        for index in range(num_bytes % 8):
+            word |= np.uint64(rest[index]) << np.uint64(8 * index)
+        total += _mix(word ^ counter)
+    return total
+
+
+_vector = int64[::1]
+
+
+@_compile(boolean(boolean, _vector, _vector, _vector, int64, int64, int64, int64))
+def _check_entry(
+    store: Any, bases: Any, strides: Any, sizes: Any, block: Any, seed: Any, position: Any,
+    checksums_address: Any,
+) -> Any:  # fmt: skip
+    """Write (``store``) or verify the checksums of one block's pages; False for a mismatch."""
+    stored = numba.carray(_pointer(checksums_address), bases.size, np.uint64)
+    place = _mix(np.uint64(seed) + np.uint64(position) * _STEP)
+    good = True
+    for fragment in range(bases.size):
+        key = _mix(place + np.uint64(fragment) * _STEP) ^ np.uint64(sizes[fragment])
+        total = _sum_up(bases[fragment] + block * strides[fragment], sizes[fragment], key)
+        if store:
+            stored[fragment] = total
+        elif stored[fragment] != total:
+            good = False
+    return good
+
+
+@_compile(
+    void(
+        boolean, _vector, _vector, _vector, int64, int64, int64, _vector, _vector, _vector,
+        _vector, boolean[::1], int64, int64, boolean[::1],
+    )
+)  # fmt: skip
+def copy_entries(
     store: Any, bases: Any, strides: Any, sizes: Any, block_bytes: Any,
     slots_address: Any, slot_stride: Any, blocks: Any, slots: Any, positions: Any,
+    seeds: Any, checked: Any, checksums_address: Any, checksum_stride: Any, corrupt: Any,
 ) -> None:  # fmt: skip
     """Move entries between blocks and slots (``store``: towards the slots).
 
-    ``bases``, ``strides``, ``sizes`` are ``[num_fragments]``, ``blocks``, ``slots``, ``positions``
-    ``[num_entries]``, all int64.
+    ``bases``, ``strides``, ``sizes`` are int64 ``[num_fragments]``; ``blocks``, ``slots``,
+    ``positions``, ``seeds`` int64 ``[num_entries]``, ``checked`` and ``corrupt`` bool
+    ``[num_entries]``; ``corrupt`` is set where a checked entry that was loaded does not match.
     """
     source, target, length = int64(0), int64(0), int64(0)
     for entry in range(blocks.size):
@@ -77,22 +144,13 @@ def _copy_entries(
                     _copy_bytes(target, source, length)
                 source, target, length = read, written, size
             host += size
+        if checked[entry]:
+            _copy_bytes(target, source, length)
+            length = int64(0)
+            row = slots[entry] * checksum_stride + positions[entry] * bases.size * 8
+            corrupt[entry] = not _check_entry(
+                store, bases, strides, sizes, blocks[entry], seeds[entry], positions[entry],
+                checksums_address + row,
+            )  # fmt: skip
     if length:
         _copy_bytes(target, source, length)
-
-
-_vector = int64[::1]
-_COPY_SIGNATURE = void(
-    numba.boolean, _vector, _vector, _vector, int64, int64, int64, _vector, _vector, _vector
-)
-
-
-def _compile(function: Any, signature: Any) -> Any:
-    """Compile now, kept on disk where a place for it can be written."""
-    try:
-        return numba.njit(signature, nogil=True, cache=True)(function)
-    except RuntimeError:  # numba found no folder for its cache
-        return numba.njit(signature, nogil=True)(function)
-
-
-copy_entries = _compile(_copy_entries, _COPY_SIGNATURE)

@@ -34,10 +34,10 @@ _COUNT_TYPES = {
 class KernelConfiguration:
     """One kernel as a launcher compiles it.
 
-    ``signature`` gives the type of every argument that is not in ``constexprs``; an argument passed as
-    None is a constexpr. ``aligned`` names the arguments specialised on a 16-byte alignment.
-    ``access_bytes`` is the width that every bulk access must have, ``in_flight_bytes`` what one program
-    can have under way.
+    ``signature`` gives the type of every argument that is not in ``constexprs``; an argument passed
+    as None is a constexpr. ``aligned`` names the arguments specialised on a 16-byte alignment.
+    ``access_bytes`` is the width that every bulk access must have, ``in_flight_bytes`` what one
+    program can have under way.
     """
 
     name: str

@@ -129,7 +129,7 @@ def move_pages(
             within = (word * 8)[None, :] < num_bytes[:, None]
             mixed = tl.where(within, mixed, 0)
             sums = tl.where(step == 0, 0, sums) + tl.sum(mixed, axis=1)
-            # Not ``known & (step == ...)``: a scalar condition spread over rows breaks the interpreter.
+            # Not ``known & (step == ...)``: the interpreter cannot spread a condition over rows.
             done = fragments < tl.where(step == num_steps - 1, num_fragments, 0)
             where = checksums_ptr + slot * checksum_stride + position * num_fragments + fragments
             if CHECKSUMS == WRITE_CHECKSUMS:

@@ -19,7 +19,10 @@ def checksum(
     checksums: ChecksumSlots,
     flags: torch.Tensor | None,
 ) -> None:
-    """Write the checksums of the slices' pages, or with ``flags`` verify them, on the current stream."""
+    """Write the checksums of the slices' pages, or with ``flags`` verify them.
+
+    Work is queued on the current stream.
+    """
     launch(
         checksum_pages_kernel,
         table,

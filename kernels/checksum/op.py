@@ -39,7 +39,8 @@ def verify(
 ) -> None:
     """Set the flag of every entry whose block does not have the checksums stored for its place.
 
-    ``flags`` is int32 ``[num_entries]``, cleared by the caller. Raises ``ValueError`` like ``write``.
+    ``flags`` is int32 ``[num_entries]``, cleared by the caller. Raises ``ValueError`` like
+    ``write``.
     """
     check_flags(flags, checksums, entries, table.device)
     _check(table, entries, checksums, are_destinations=False)

@@ -19,7 +19,7 @@ def store(
     config: CopyConfig,
     checksums: ChecksumSlots | None,
 ) -> None:
-    """Pages to slots for the slices, on the current stream; with ``checksums``, these are written."""
+    """Pages to slots for the slices, on the current stream; writes ``checksums`` if given."""
     launch(
         store_pages_kernel,
         table,

@@ -1,7 +1,7 @@
 """Zero-copy transfers: a kernel moves pages straight to slots in host memory, and back.
 
-``store`` and ``load`` check everything and launch all slices. An engine that puts its own work between
-slices calls ``check_store`` or ``check_load`` once, and the launcher for every slice.
+``store`` and ``load`` check everything and launch all slices. An engine that puts its own work
+between slices calls ``check_store`` or ``check_load`` once, and the launcher for every slice.
 """
 
 import torch
@@ -33,9 +33,9 @@ def store(
 ) -> None:
     """Copy the entries' blocks to their places in the slots, on the current stream.
 
-    With ``checksums``, the checksum of every fragment moved is written there. Raises ``ValueError``,
-    before anything is launched, for ids out of range, a place named twice, a misaligned base, a
-    wrong dtype or device.
+    With ``checksums``, the checksum of every fragment moved is written there. Raises
+    ``ValueError``, before anything is launched, for ids out of range, a place named twice, a
+    misaligned base, a wrong dtype or device.
     """
     check_store(table, slots, entries, checksums)
     parts = slices(entries.num_entries, table.block_bytes, slice_bytes)
@@ -54,9 +54,9 @@ def load(
 ) -> None:
     """Copy the entries' places in the slots to their blocks, on the current stream.
 
-    With ``checksums``, ``flags`` (int32 ``[num_entries]``, cleared by the caller) is set to 1 for every
-    entry whose bytes do not have the checksums stored for them. Raises ``ValueError`` like ``store``;
-    here a block must not be named twice.
+    With ``checksums``, ``flags`` (int32 ``[num_entries]``, cleared by the caller) is set to 1 for
+    every entry whose bytes do not have the checksums stored for them. Raises ``ValueError`` like
+    ``store``; here a block must not be named twice.
     """
     check_load(table, slots, entries, checksums, flags)
     parts = slices(entries.num_entries, table.block_bytes, slice_bytes)

@@ -1,7 +1,7 @@
 """Pages to a contiguous staging buffer and back, in the order of the entries.
 
-Entries that follow each other in a slot lie back to back in the buffer, so that a run of slots is one
-DMA. The buffer is in the pages' memory; one call fills it from byte 0. An engine that packs in
+Entries that follow each other in a slot lie back to back in the buffer, so that a run of slots is
+one DMA. The buffer is in the pages' memory; one call fills it from byte 0. An engine that packs in
 slices checks once, and calls the launcher with each slice and its buffer.
 """
 
@@ -30,7 +30,7 @@ def pack(
     config: CopyConfig = PACK,
     checksums: ChecksumSlots | None = None,
 ) -> None:
-    """Copy the entries' blocks to ``staging`` (uint8, 1-D, beside the pages), on the current stream.
+    """Copy the entries' blocks to ``staging``, uint8, 1-D, on the pages' device and current stream.
 
     Slot ids and positions are used, and checked, only with ``checksums``, which are written. Raises
     ``ValueError``, before anything is launched, for ids out of range, a place named twice, a
@@ -54,8 +54,9 @@ def unpack(
 ) -> None:
     """Copy ``staging`` to the entries' blocks, on the current stream; the reverse of ``pack``.
 
-    With ``checksums``, ``flags`` (int32 ``[num_entries]``, cleared by the caller) is set to 1 for every
-    entry whose bytes do not have the checksums stored for them. Raises ``ValueError`` like ``pack``.
+    With ``checksums``, ``flags`` (int32 ``[num_entries]``, cleared by the caller) is set to 1 for
+    every entry whose bytes do not have the checksums stored for them. Raises ``ValueError`` like
+    ``pack``.
     """
     check_unpack(table, entries, checksums, flags)
     check_staging(staging, table, entries.num_entries)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-
 from kvferry.kernels.entries import Entries
 from kvferry.kernels.table import ChecksumSlots, FragmentTable, HostSlots
 
@@ -135,7 +134,7 @@ class World:
         return torch.zeros(entries.num_entries, dtype=torch.int32, device=self.device)
 
     def staging(self, entries: Entries, fill: int) -> torch.Tensor:
-        """A staging buffer for these entries, between guards: use ``[GUARD_BYTES:-GUARD_BYTES]``."""
+        """A buffer for these entries between guards: use ``[GUARD_BYTES:-GUARD_BYTES]``."""
         size = entries.num_entries * self.pages.block_bytes + 2 * GUARD_BYTES
         return torch.full((size,), fill, dtype=torch.uint8, device=self.device)
 

@@ -2,18 +2,17 @@
 
 import pytest
 import torch
-from page_worlds import GUARD_BYTES, LAYOUTS, World, finish, layered, separate
-
 from kvferry.kernels.checksum import op as checksum_op
 from kvferry.kernels.checksum import reference
 from kvferry.kernels.checksum.host import fragment_checksums
 from kvferry.kernels.config import PLAIN, STAGED
 from kvferry.kernels.copy import op as copy_op
 from kvferry.kernels.pack import op as pack_op
+from page_worlds import GUARD_BYTES, LAYOUTS, World, finish, layered, separate
 
 SHAPES = {
     **{name: LAYOUTS[name] for name in ("LHBNC", "packed", "fp8 with scales", "odd bytes")},
-    "per-layer sizes": separate(4, [16, 5000, 640, 20488]),
+    "per-layer sizes": separate(4, [16, 5000, 640, 8200]),
     "many fragments": layered("LBC", 3, L=130, C=80),
     "one byte": separate(3, [1]),
 }

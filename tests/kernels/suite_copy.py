@@ -1,9 +1,13 @@
-"""``copy`` against its reference, byte for byte; collected by the interpreter's and the GPU's tests."""
+"""``copy`` against its reference, byte for byte; collected for the interpreter and for the GPU."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from kvferry.kernels.config import PLAIN, STAGED
+from kvferry.kernels.copy import op, reference
+from kvferry.kernels.entries import Entries
+from kvferry.kernels.table import FragmentTable, HostSlots
 from page_worlds import (
     CANARY_BYTE,
     LAYOUTS,
@@ -15,11 +19,6 @@ from page_worlds import (
     layered,
     separate,
 )
-
-from kvferry.kernels.config import PLAIN, STAGED
-from kvferry.kernels.copy import op, reference
-from kvferry.kernels.entries import Entries
-from kvferry.kernels.table import FragmentTable, HostSlots
 
 PAGE_SIZES = (16, 48, 100, 257, 1024, 1536, 4112, 18432, 36864, 65536, 1 << 20, (1 << 20) - 16)
 LAYERS = (1, 2, 7, 28, 61, 80)
@@ -94,7 +93,7 @@ def test_nothing_to_do(device):
 
 
 def test_offsets_beyond_two_to_the_31(device):
-    """Pages and slots more than 2 GiB from their bases; on the host, untouched memory costs nothing."""
+    """More than 2 GiB from the bases; on the host, memory that nobody touches costs nothing."""
     pages = Pages(3, ((0, (1 << 31) + 4096, 1024), (2048, (1 << 31) + 4096, 512)))
     storage = torch.empty(pages.storage_bytes, dtype=torch.uint8, device=device)
     stride = (1 << 31) + 16

@@ -1,7 +1,10 @@
-"""``pack`` against its reference, byte for byte; collected by the interpreter's and the GPU's tests."""
+"""``pack`` against its reference, byte for byte; collected for the interpreter and for the GPU."""
 
 import pytest
 import torch
+from kvferry.kernels.config import PACK
+from kvferry.kernels.pack import launch, op, reference
+from kvferry.kernels.slices import slices
 from page_worlds import (
     CANARY_BYTE,
     GUARD_BYTES,
@@ -12,10 +15,6 @@ from page_worlds import (
     layered,
     separate,
 )
-
-from kvferry.kernels.config import PACK
-from kvferry.kernels.pack import launch, op, reference
-from kvferry.kernels.slices import slices
 
 PAGE_SIZES = (16, 80, 100, 257, 1536, 4112, 18432, (1 << 20) - 16)
 

@@ -1,4 +1,4 @@
-"""These tests run in Triton's interpreter, which is chosen for a whole process before Triton is imported.
+"""These tests run in Triton's interpreter, chosen for a whole process before Triton is imported.
 
 ``test_interpreter.py`` runs them in a process of their own; anywhere else they are not collected.
 """

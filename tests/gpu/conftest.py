@@ -1,0 +1,24 @@
+"""Tests that need an NVIDIA GPU: skipped, with the reason, where there is none."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.register_assert_rewrite("suite_copy", "suite_pack", "suite_checksum")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what lies in this folder; the hook sees the tests of a whole run."""
+    if torch.cuda.is_available():
+        return
+    reason = pytest.mark.skip(reason="needs an NVIDIA GPU: torch.cuda finds none")
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(reason)
+
+
+@pytest.fixture
+def device() -> str:
+    """Where the pages lie; host memory is pinned."""
+    return "cuda:0"

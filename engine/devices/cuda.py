@@ -186,7 +186,7 @@ class StreamDevice:
                 ended = self._runtime.is_done(ticket.end)
             except Exception as error:
                 # An error is no word that the device has let go: only a later look can tell.
-                ticket.fail(error)
+                self._fail_lane(ticket.lane, error)
                 ended = False
             if ended:
                 self._finish(ticket)
@@ -205,14 +205,20 @@ class StreamDevice:
         self._live[ticket] = None
 
     def _wait_for(self, ticket: StreamTicket, end: Event, deadline_s: float) -> bool:
-        """The first error is the piece's own; a wait that raises twice will go on to do so."""
+        """A wait that raises twice will go on to do so."""
         for _ in range(2):
             try:
                 left_s = max(0.0, deadline_s - self._runtime.now_s())
                 return self._runtime.wait_on_host(end, left_s)
             except Exception as error:
-                ticket.fail(error)
+                self._fail_lane(ticket.lane, error)
         return False
+
+    def _fail_lane(self, lane: Lane, error: Exception) -> None:
+        """Any work of the lane may be what failed: an error comes with the first look past it."""
+        for ticket in self._live:
+            if ticket.lane is lane:
+                ticket.fail(error)
 
     def _loads_in_flight(self) -> bool:
         loads = [ticket for ticket in self._live if ticket.lane is not Lane.STORES]

@@ -241,7 +241,10 @@ class SimulatedRuntime:
         self._unlooked[operation.number] = operation
 
     def _raise_failures(self, recorded: Operation) -> None:
-        """The first look past failed work of the same lane learns of it, as on CUDA."""
+        """The first look past failed work of the same lane learns of it, once.
+
+        (On CUDA every later look learns of it too: such an error stays.)
+        """
         lane = _lane(recorded)
         failure: Exception | None = None
         for number in (*recorded.before, recorded.number):

@@ -71,10 +71,8 @@ class SimulatedWorker:
         self.num_steps = 0
         self._inputs_on_host = torch.zeros(INPUT_BYTES, dtype=torch.uint8)
         self._inputs = torch.zeros(INPUT_BYTES, dtype=torch.uint8)
-        self._sampled = torch.zeros(INPUT_BYTES, dtype=torch.uint8)
-        self._sampled_on_host = torch.zeros(INPUT_BYTES, dtype=torch.uint8)
         self._inputs_copied: Operation | None = None
-        self._outputs: list[Operation] = []
+        self._outputs: list[tuple[torch.Tensor, Operation]] = []
         runtime.expose(*cache.layers)
 
     def run(self, step: Step, hooks: Hooks) -> None:
@@ -104,7 +102,8 @@ class SimulatedWorker:
     def wait_for_output(self, lag: int = 0) -> None:
         """The host takes sampled tokens, ``lag`` steps late under asynchronous scheduling."""
         while len(self._outputs) > lag:
-            self.runtime.simulation.wait(self._outputs.pop(0))
+            self.runtime.simulation.wait(self._outputs[0][1])
+            self._outputs.pop(0)
 
     def _update_states(self, step: Step) -> None:
         """Zero what is new, then copy for copy-on-write, then bring the inputs to the device."""
@@ -159,20 +158,23 @@ class SimulatedWorker:
         )
 
     def _sample(self, step: Step) -> None:
-        """Sampled tokens leave on a stream of their own, behind an event of the compute stream."""
+        """Sampled tokens leave on a stream of their own, behind an event of the compute stream.
+
+        They lie in a new tensor every step, which is kept until the host has them.
+        """
         if not step.forward:
             return
-        sampled = ByteRanges.of_tensor(self._sampled)
+        tensor = torch.zeros(INPUT_BYTES, dtype=torch.uint8)
+        sampled = ByteRanges.of_tensor(tensor)
         done = self._queue("sample", writes=sampled, action=lambda: None)
-        self._outputs.append(
-            self.runtime.simulation.queue(
-                "output",
-                f"copy sampled tokens of step {self.num_steps}",
-                reads=sampled,
-                action=lambda: None,
-                after=(done,),
-            )
+        leaves = self.runtime.simulation.queue(
+            "output",
+            f"copy sampled tokens of step {self.num_steps}",
+            reads=sampled,
+            action=lambda: None,
+            after=(done,),
         )
+        self._outputs.append((tensor, leaves))
 
     def _zero(self, blocks: list[int]) -> None:
         for layer in self.cache.layers:

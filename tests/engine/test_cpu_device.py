@@ -47,16 +47,18 @@ def test_numba_is_there_in_the_test_environment() -> None:
 @pytest.mark.parametrize("compiled", [COMPILED, None], ids=["compiled", "interpreted"])
 @pytest.mark.parametrize("order", ["LBHNC", "LHBNC", "BLHNC"])
 @pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("page", [(2, 5, 7), (1, 1, 5003), (2, 64, 64), (1, 3, 1000)], ids=str)
 def test_both_loops_move_the_same_bytes(
-    compiled: ModuleType | None, order: str, direction: Direction
+    compiled: ModuleType | None, order: str, direction: Direction, page: tuple[int, int, int]
 ) -> None:
+    """Odd sizes and addresses, and runs long enough to go past the cache."""
     seed = 20260301
     print("seed", seed)
     random = np.random.default_rng(seed)
-    caches = layer_views(order, (3, 12, 2, 5, 7))
+    caches = layer_views(order, (3, 12, *page))
     pages = torch.tensor([], dtype=torch.uint8).set_(caches[0].untyped_storage()).numpy()
     pages[:] = random.integers(0, 256, pages.shape, dtype=np.uint8)
-    layout = group_layout(GroupId(0), 2, [(cache, 70) for cache in caches])
+    layout = group_layout(GroupId(0), 2, [(cache, cache[0].numel()) for cache in caches])
     with Arena.reserve(6, Layout((layout,)).slot_stride_bytes, 0, NoPinning()) as arena:
         host = arena.slots.numpy()
         host[:] = random.integers(0, 256, host.shape, dtype=np.uint8)
@@ -70,11 +72,11 @@ def test_both_loops_move_the_same_bytes(
         for block, slot, position in zip(blocks, slots, positions, strict=True):
             at = slot * arena.slot_stride_bytes + position * layout.block_bytes
             for fragment in layout.fragments:
-                page = fragment.base_address + block * fragment.block_stride_bytes
-                page -= pages.ctypes.data
+                begin = fragment.base_address + block * fragment.block_stride_bytes
+                begin -= pages.ctypes.data
                 there, here = (
                     slice(at, at + fragment.num_bytes),
-                    slice(page, page + fragment.num_bytes),
+                    slice(begin, begin + fragment.num_bytes),
                 )
                 if direction is Direction.STORE:
                     wanted_host[there] = pages[here]

@@ -1,4 +1,4 @@
-"""Which READY slots leave first when room is needed: the protocol, LRU, and choosing by name.
+"""Which READY slots leave first when room is needed: the protocol, LRU, choosing by name.
 
 A policy knows slots, not states. The ledger tells it what happens, after its own bookkeeping:
 
@@ -19,9 +19,12 @@ evicted. Two chunks may share one by chance; a policy may only use them as a hin
 """
 
 import importlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
+from .policy_arc import ARC
+from .policy_two_speed import TwoSpeed
 from .slot_lists import SlotLists
 from .types import SlotId
 
@@ -98,7 +101,9 @@ class LRU:
 
 PolicyFactory = Callable[[int], EvictionPolicy]
 
-POLICIES: dict[str, PolicyFactory] = {"lru": LRU}
+POLICIES: Mapping[str, PolicyFactory] = MappingProxyType(
+    {"lru": LRU, "arc": ARC, "two-speed": TwoSpeed}
+)
 
 
 def make_policy(name: str, num_slots: int) -> EvictionPolicy:

@@ -152,6 +152,17 @@ def test_last_reader_makes_ready() -> None:
     ledger.check()
 
 
+def test_what_was_read_last_leaves_last_and_its_tail_first() -> None:
+    ledger = Ledger(5)
+    stored(ledger, 1, 2, 3)
+    lease = ledger.pin(G0, keys(1, 2, 3))
+    stored(ledger, 4, 5)
+    ledger.release(lease)
+    stored(ledger, 6, 7, 8, 9)
+    evicted = [int.from_bytes(key, "big") for _, key in ledger.take_evicted()]
+    assert evicted == [5, 4, 3, 2]
+
+
 def test_reset_hides_everything_and_frees_what_nobody_holds() -> None:
     ledger = Ledger(6)
     stored(ledger, 1, 2, 3)

@@ -14,12 +14,13 @@ PYTHON ?=
 # The root on sys.path would let our kernels/ shadow the package of that name that vLLM imports.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup demo test check test-gpu clean
+.PHONY: help setup demo test check kernels test-gpu clean
 
 help:
 	@echo "make demo      set up everything and serve a real model from the host cache"
 	@echo "make test      set up everything and run all tests"
 	@echo "make check     lint, format, types, import direction"
+	@echo "make kernels   compile every kernel for every target, and look at what came out"
 	@echo "make test-gpu  the tests that need an NVIDIA GPU"
 	@echo "make clean     remove everything that was set up or built here"
 
@@ -40,6 +41,10 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/packaging
+
+# Compiles for GPUs that need not be here, and fails where a kernel spills or moves bytes too narrowly.
+kernels: $(READY)
+	$(BIN)/kvferry aot $(ARGS)
 
 # A GPU machine may have no network: where nothing is set up, its own Python runs the checkout
 # (typings/kvferry links the folders together as the installed package would).

@@ -21,6 +21,7 @@ class SubCommand(NamedTuple):
 
 SUB_COMMANDS: Final[dict[str, SubCommand]] = {
     "demo": SubCommand(".demo.command", "serve a real model from the host cache, and check it"),
+    "aot": SubCommand(".kernels.aot", "compile every kernel for GPUs that need not be here"),
 }
 
 EXIT_USAGE: Final = 2

@@ -36,7 +36,8 @@ def test_a_wrong_command_says_what_is_allowed(
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert all(name in capsys.readouterr().out for name in SUB_COMMANDS)
+    out = capsys.readouterr().out
+    assert all(name in out for name in SUB_COMMANDS)
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"kvferry {__version__}\n"
 

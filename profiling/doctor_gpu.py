@@ -56,8 +56,10 @@ def parse_gpus(text: str) -> list[Gpu]:
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
         if len(row) != len(FIELDS):
             raise ValueError(f"nvidia-smi said {row}; expected: {', '.join(FIELDS)}")
-        links = [int(value) if value.isdigit() else None for value in row[3:7]]
-        gpus.append(Gpu(int(row[0]), row[1], row[2], *links, row[7]))
+        gen, max_gen, width, max_width = (
+            int(value) if value.isdigit() else None for value in row[3:7]
+        )
+        gpus.append(Gpu(int(row[0]), row[1], row[2], gen, max_gen, width, max_width, row[7]))
     return gpus
 
 

@@ -1,7 +1,8 @@
 """A round trip through the real transfer engine: store, scramble, load elsewhere, compare.
 
 256 MiB of random bytes as KV blocks go to host memory (pinned where there is a GPU) and come back
-into other blocks. Then one byte of a slot is flipped, and the load of that slot must be refused.
+into other blocks, once for each method that the device has. Then one byte of a slot is flipped, and
+the load of that slot must be refused.
 """
 
 import logging
@@ -19,6 +20,7 @@ from ..engine.devices.cpu import CpuDevice
 from ..engine.layout import Layout, group_layout
 from ..engine.messages import JobOrder, JobReport, Segment
 from ..engine.options import TransferOptions
+from ..engine.strategy import Chooser, Method
 from ..engine.transfer import TransferEngine
 from ..engine.types import BlockId, Direction, GroupId, JobId, Key, Rank, SlotId, seed_of
 from .doctor_findings import Finding, ok, skipped
@@ -65,34 +67,48 @@ def check_round_trip(num_bytes: int = NUM_BYTES, make: Make = device_here) -> li
         return [skipped("round trip", why), skipped("checksums", why)]
     try:
         device, place = make()
-        trip = _travel(device, place, num_bytes)
+        methods = methods_of(device)
+        trips = {methods[0]: _travel(device, place, methods[0], num_bytes)}
+        for method in methods[1:]:
+            trips[method] = _travel(*make(), method, num_bytes)
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
         advice = "kvferry cannot move KV blocks here; the error above says what the device refused"
         return [failed("round trip", found, advice), skipped("checksums", "the round trip failed")]
-    return findings_of(trip, num_bytes, place)
+    return findings_of(trips, num_bytes, place)
 
 
-def findings_of(trip: Trip, num_bytes: int, place: torch.device) -> list[Finding]:
-    """What a trip means."""
+def methods_of(device: Device) -> list[Method]:
+    """The ways in which this device can both store and load, its best guess for stores first."""
+    loads = {strategy.method for strategy in device.strategies(Direction.LOAD)}
+    stores = dict.fromkeys(strategy.method for strategy in device.strategies(Direction.STORE))
+    return [method for method in stores if method in loads]
+
+
+def findings_of(trips: dict[Method, Trip], num_bytes: int, place: torch.device) -> list[Finding]:
+    """What the trips mean, one for each method."""
     advice = "do not serve from this machine: test its memory (and its GPU) first"
     size = size_text(num_bytes)
-    if trip.errors or trip.wrong_bytes:
-        wrong = "; ".join(trip.errors) or f"{trip.wrong_bytes} bytes of {size} came back wrong"
-        return [failed("round trip", wrong, advice), skipped("checksums", "the round trip failed")]
+    for method, trip in trips.items():
+        if trip.errors or trip.wrong_bytes:
+            wrong = "; ".join(trip.errors) or f"{trip.wrong_bytes} bytes of {size} came back wrong"
+            why = "the round trip failed"
+            return [failed("round trip", f"{method}: {wrong}", advice), skipped("checksums", why)]
     memory = "through the CPU device, nothing pinned: no GPU here"
     if place.type == "cuda":
-        memory = f"{size_text(trip.pinned_bytes)} pinned"
-    rates = ", ".join(
-        f"{way} {num_bytes / seconds / 1e9:.1f} GB/s"
-        for way, seconds in (("store", trip.store_s), ("load", trip.load_s))
-        if seconds > 0
-    )
+        memory = f"{size_text(min(trip.pinned_bytes for trip in trips.values()))} pinned"
+    rates = "; ".join(f"{method} {_rates(trip, num_bytes)}" for method, trip in trips.items())
     round_trip = ok("round trip", f"{size} came back byte for byte, {memory} ({rates})")
-    if not trip.corruption_seen:
-        found = "a flipped byte was loaded without a word"
+    unseen = [str(method) for method, trip in trips.items() if not trip.corruption_seen]
+    if unseen:
+        found = f"a flipped byte was loaded without a word ({', '.join(unseen)})"
         return [round_trip, failed("checksums", found, "this is a bug of kvferry's: report it")]
     return [round_trip, ok("checksums", "a flipped byte in host memory was refused")]
+
+
+def _rates(trip: Trip, num_bytes: int) -> str:
+    ways = (("store", trip.store_s), ("load", trip.load_s))
+    return ", ".join(f"{way} {num_bytes / s / 1e9:.1f} GB/s" for way, s in ways if s > 0)
 
 
 class _Traveller:
@@ -117,7 +133,7 @@ class _Traveller:
         return next(one for one in self._engine.drain(DEADLINE_S) if one.job_id == job)
 
 
-def _travel(device: Device, place: torch.device, num_bytes: int) -> Trip:
+def _travel(device: Device, place: torch.device, method: Method, num_bytes: int) -> Trip:
     num_blocks = max(2, num_bytes // (NUM_LAYERS * PAGE_BYTES))
     caches = [
         torch.empty(num_blocks, PAGE_BYTES, dtype=torch.uint8, device=place)
@@ -131,7 +147,11 @@ def _travel(device: Device, place: torch.device, num_bytes: int) -> Trip:
     )
     arena.wait_pinned(DEADLINE_S)
     options = TransferOptions(integrity="full", deadline_s=DEADLINE_S)
-    with closing(TransferEngine(device, layout, arena, Rank(0), options)) as engine:
+    chooser = Chooser(
+        {way: [one for one in device.strategies(way) if one.method is method] for way in Direction}
+    )
+    engine = TransferEngine(device, layout, arena, Rank(0), options, chooser=chooser)
+    with closing(engine):
         return _there_and_back(_Traveller(engine), caches, arena)
 
 
@@ -162,7 +182,7 @@ def _there_and_back(engine: _Traveller, caches: list[torch.Tensor], arena: Arena
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The engine reports a corrupt slot as an error, which it is not where it is made on purpose."""
+    """The engine logs a corrupt slot as an error, which it is not where it was made on purpose."""
     log = logging.getLogger(TransferEngine.__module__)
     before, log.disabled = log.disabled, True
     try:

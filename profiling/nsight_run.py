@@ -22,8 +22,8 @@ GET_NSYS: Final = (
 GET_NCU: Final = (
     "ncu (Nsight Compute) is not on the path. It comes with the CUDA toolkit; alone it is the"
     " package nsight-compute of NVIDIA's repositories, or a download from NVIDIA's page of Nsight"
-    " Compute. It needs a GPU, and the right to read its counters (NVreg_RestrictProfilingToAdminUsers=0, or"
-    " root)."
+    " Compute. It needs a GPU, and the right to read its counters (root, or the driver's option"
+    " NVreg_RestrictProfilingToAdminUsers=0)."
 )
 OFFER: Final = "On any machine: kvferry profile --builtin -- COMMAND, a trace of the engine's own."
 

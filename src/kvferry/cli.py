@@ -22,6 +22,9 @@ class SubCommand(NamedTuple):
 SUB_COMMANDS: Final[dict[str, SubCommand]] = {
     "demo": SubCommand(".demo.command", "serve a real model from the host cache, and check it"),
     "aot": SubCommand(".kernels.aot", "compile every kernel for GPUs that need not be here"),
+    "plan": SubCommand(".profiling.plan", "size a model's KV cache, and when loading it pays"),
+    "doctor": SubCommand(".profiling.doctor", "check what this machine can do, say what to change"),
+    "profile": SubCommand(".profiling.nsight", "profile a command, or one of the kernels"),
 }
 
 EXIT_USAGE: Final = 2

@@ -1,0 +1,100 @@
+"""The built-in trace of a real transfer engine on the CPU device."""
+
+import json
+from pathlib import Path
+
+import pytest
+from kvferry.engine import ranges
+from kvferry.engine.messages import JobReport
+from kvferry.engine.transfer import TransferEngine
+from kvferry.engine.types import Direction, JobId, Rank
+from kvferry.profiling import nsight_trace
+from kvferry.profiling.doctor_trip import check_round_trip
+from kvferry.profiling.nsight import main
+from kvferry.profiling.nsight_trace import STEPS, Event, Recorder, recording, write_trace
+
+NUM_BYTES = 2 << 20
+
+
+def test_an_engine_is_recorded_and_then_left_alone(tmp_path: Path) -> None:
+    before = (TransferEngine.poll, TransferEngine.begin_step, ranges._annotate, ranges.LISTENING)
+    with recording() as recorder:
+        check_round_trip(NUM_BYTES)
+    after = (TransferEngine.poll, TransferEngine.begin_step, ranges._annotate, ranges.LISTENING)
+    assert after == before
+    num_events = len(recorder.events)
+    check_round_trip(NUM_BYTES)
+    assert len(recorder.events) == num_events
+
+    write_trace(recorder, tmp_path / "trace.json")
+    entries = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = {one["tid"]: one["args"]["name"] for one in entries if one["name"] == "thread_name"}
+    assert list(lanes.values())[:3] == [STEPS, "loads, rank 0", "stores, rank 0"]
+    spans = [one for one in entries if one["ph"] == "X"]
+    assert min(one["ts"] for one in spans) == 0
+    assert all(one["dur"] >= 0 for one in spans)
+    by_lane = {name: [one for one in spans if lanes[one["tid"]] == name] for name in lanes.values()}
+    assert [one["args"]["job"] for one in by_lane["stores, rank 0"]] == [1]
+    assert by_lane["stores, rank 0"][0]["args"]["bytes"] == NUM_BYTES
+    loads = by_lane["loads, rank 0"]
+    assert [one["args"]["job"] for one in loads] == [2, 3]
+    assert loads[0]["args"]["error"] is None
+    assert "IntegrityError" in loads[1]["args"]["error"]
+    assert len(by_lane[STEPS]) == 3
+    names = {one["name"] for one in by_lane["ranges of MainThread"]}
+    assert {"plan", "launch"} <= names
+
+
+def test_a_script_is_run_and_its_trace_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from kvferry.profiling.doctor_trip import check_round_trip\n"
+        f"check_round_trip({NUM_BYTES})\n"
+        "sys.exit(len(sys.argv))\n"
+    )
+    out = tmp_path / "out"
+    assert main(["--builtin", "--json", "--out", str(out), "--", "python", str(script), "x"]) == 2
+    kinds = {one["kind"]: one for one in json.loads(capsys.readouterr().out)["range"]}
+    store = next(one for kind, one in kinds.items() if kind.startswith("store "))
+    assert store["num_bytes"] == NUM_BYTES
+    assert store["bytes_per_s"] > 0
+    assert (out / "kvferry.trace.json").exists()
+
+
+def report_of(job: int, *, settled: bool = True) -> JobReport:
+    return JobReport(JobId(job), Rank(0), Direction.LOAD, settled=settled)
+
+
+def test_lanes_by_a_clock_that_the_test_moves() -> None:
+    now = [0]
+    recorder = Recorder(lambda: now[0])
+    recorder.begin_step()
+    now[0] = 10
+    with recorder.span("launch", {"job": 5, "direction": Direction.LOAD}):
+        now[0] = 12
+    now[0] = 50
+    recorder.polled([report_of(5, settled=False), report_of(6)])
+    now[0] = 60
+    recorder.polled([report_of(5)])  # the second report of a job that was given up
+    now[0] = 70
+    recorder.begin_step()
+    recorder.end_step()  # nothing was polled in it
+    lasted = [(event.name, event.start_ns, event.end_ns) for event in recorder.events]
+    assert lasted == [("launch", 10, 12), ("load", 10, 50), ("step", 0, 60)]
+
+
+def test_a_long_recording_is_cut_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nsight_trace, "MAX_EVENTS", 2)
+    recorder = Recorder()
+    for number in range(5):
+        recorder.add(Event("lane", "name", number, number + 1))
+    write_trace(recorder, tmp_path / "trace.json")
+    whole = json.loads((tmp_path / "trace.json").read_text())
+    assert whole["otherData"] == {"left_out": 3}
+    assert sum(one["ph"] == "X" for one in whole["traceEvents"]) == 2

@@ -1,0 +1,162 @@
+"""Byte counts of ``kvferry plan`` against vLLM's own spec objects and its own grouping."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvferry.profiling.plan_groups import KV_LAYOUTS, groups_of, layout_of
+from kvferry.profiling.plan_model import Attention, LayerCache, Model, model_of, read_model
+
+SHAPES = Path(__file__).resolve().parents[2] / "docs" / "shapes"
+BLOCK_TOKENS = 16
+
+pytest.importorskip("vllm")
+
+Spec = Callable[[int], Any]
+
+
+def specs_of(name: str, num_ranks: int) -> dict[str, Any]:
+    """vLLM's specs of a public model, written down from its published description."""
+    import torch
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
+
+    def of(kind: type, heads: int, size: int, **more: int) -> Any:
+        return kind(
+            block_size=BLOCK_TOKENS,
+            num_kv_heads=max(1, heads // num_ranks),
+            head_size=size,
+            dtype=torch.bfloat16,
+            **more,
+        )
+
+    full, window, local = FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec
+    layers: dict[str, tuple[int, Spec]] = {
+        "llama-3.1-8b": (32, lambda i: of(full, 8, 128)),
+        "llama-3.1-70b": (80, lambda i: of(full, 8, 128)),
+        "mistral-7b-v0.1": (32, lambda i: of(window, 8, 128, sliding_window=4096)),
+        "gemma-3-27b": (
+            62,
+            lambda i: of(full, 16, 128) if i % 6 == 5 else of(window, 16, 128, sliding_window=1024),
+        ),
+        "gpt-oss-20b": (
+            24,
+            lambda i: of(full, 8, 64) if i % 2 else of(window, 8, 64, sliding_window=128),
+        ),
+        "deepseek-v3": (61, lambda i: of(MLAAttentionSpec, 1, 576)),
+        "llama-4-scout": (
+            48,
+            lambda i: (
+                of(full, 8, 128) if i % 4 == 3 else of(local, 8, 128, attention_chunk_size=8192)
+            ),
+        ),
+    }
+    count, spec = layers[name]
+    return {f"layer.{index}": spec(index) for index in range(count)}
+
+
+def groups_by_vllm(specs: dict[str, Any]) -> list[tuple[str, int, int]]:
+    """Kind, layers and page bytes of the groups that vLLM forms."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBHNC),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        speculative_config=None,
+        model_config=None,
+    )
+    groups = get_kv_cache_groups(config, specs)  # type: ignore[arg-type]
+    kinds = {
+        "FullAttentionSpec": Attention.FULL,
+        "SlidingWindowSpec": Attention.WINDOW,
+        "ChunkedLocalAttentionSpec": Attention.CHUNKED,
+        "MLAAttentionSpec": Attention.LATENT,
+    }
+    return sorted(
+        (
+            kinds[type(one.kv_cache_spec).__name__],
+            len(one.layer_names),
+            one.kv_cache_spec.page_size_bytes,
+        )
+        for one in groups
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+@pytest.mark.parametrize("path", sorted(SHAPES.glob("*.json")), ids=lambda path: path.stem)
+def test_groups_and_pages_are_those_of_vllm(path: Path, num_ranks: int) -> None:
+    groups = groups_of(read_model(str(path)).layers, BLOCK_TOKENS, num_ranks, item_bytes=2)
+    ours = sorted((one.attention, one.num_layers, one.page_bytes) for one in groups)
+    assert ours == groups_by_vllm(specs_of(path.stem, num_ranks))
+
+
+@pytest.mark.parametrize(("num_full", "num_window"), [(4, 5), (4, 6), (3, 7), (5, 2), (1, 1)])
+def test_uneven_kinds_are_grouped_as_vllm_does(num_full: int, num_window: int) -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
+    full = {f"full.{i}": FullAttentionSpec(**sizes) for i in range(num_full)}
+    slides = {
+        f"window.{i}": SlidingWindowSpec(**sizes, sliding_window=64) for i in range(num_window)
+    }
+    layers = (LayerCache(Attention.FULL, 2, 64),) * num_full
+    layers += (LayerCache(Attention.WINDOW, 2, 64, 64),) * num_window
+    groups = groups_of(layers, 16, 1, item_bytes=2)
+    ours = sorted((one.attention, one.num_layers, one.page_bytes) for one in groups)
+    assert ours == groups_by_vllm(full | slides)
+
+
+@pytest.mark.parametrize("kv_layout", KV_LAYOUTS)
+def test_every_layout_of_a_block_holds_its_bytes(kv_layout: str) -> None:
+    groups = groups_of((LayerCache(Attention.FULL, 4, 64),) * 3, 16, 1, item_bytes=2)
+    layout = layout_of(groups, 2, kv_layout)
+    assert layout.groups[0].block_bytes == groups[0].block_bytes == 3 * 4 * 16 * 64 * 2
+    fragments = {"B": 1, "LB": 3, "LH": 12}
+    assert len(layout.groups[0].fragments) == fragments.get(kv_layout[:2], fragments["B"])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"layer_types": ["mamba", "full_attention"]}, "mamba"),
+        ({"layer_types": ["full_attention"]}, "1 entries for 2 layers"),
+        ({"index_topk": 2048}, "index_topk"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"sliding_window": "long", "layer_types": ["sliding_attention"] * 2}, "sliding_window"),
+    ],
+)
+def test_what_cannot_be_sized_is_named(change: dict[str, Any], named: str) -> None:
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 128, **change}
+    with pytest.raises(ValueError, match=named):
+        model_of(config, "made")
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
+    layer = LayerCache(Attention.FULL, 8, 128)
+    assert [layer.heads_per_rank(ranks) for ranks in (1, 2, 8, 16)] == [8, 4, 1, 1]
+    with pytest.raises(ValueError, match="tensor parallel size 3 with 8 KV heads"):
+        layer.heads_per_rank(3)
+
+
+def test_a_model_is_found_in_the_local_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 128}
+    (snapshot / "config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    expected = (LayerCache(Attention.FULL, 4, 64),) * 2
+    assert read_model("owner/name") == Model("owner/name", expected, "bfloat16", 131072)
+    with pytest.raises(ValueError, match="no model at 'owner/other'"):
+        read_model("owner/other")

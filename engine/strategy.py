@@ -37,7 +37,7 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What a choice depends on."""
+    """What a choice depends on. Sizes are at least 1; ``situation_of`` makes them coarse."""
 
     direction: Direction
     fragment_bytes: int
@@ -45,18 +45,17 @@ class Situation:
     busy: bool
 
     def distance(self, other: "Situation") -> float:
-        """How far apart two situations are, in powers of two; infinite for the other direction."""
-        if self.direction is not other.direction:
+        """How far apart two situations are, in powers of two.
+
+        Infinite for the other direction, and for a busy and an idle one: what is best on an idle
+        device says nothing about what disturbs a busy one least.
+        """
+        if self.direction is not other.direction or self.busy is not other.busy:
             return math.inf
-        return (
-            abs(math.log2(self.fragment_bytes / other.fragment_bytes))
-            + abs(math.log2(self.num_fragments / other.num_fragments))
-            + (NOT_AS_BUSY if self.busy is not other.busy else 0.0)
+        return abs(math.log2(self.fragment_bytes / other.fragment_bytes)) + abs(
+            math.log2(self.num_fragments / other.num_fragments)
         )
 
-
-NOT_AS_BUSY: Final = 64.0
-"""A point measured under the other load is taken only when there is none under this one."""
 
 COPY_ENGINE_BYTES: Final = 28 << 10
 """From here on batched DMA reaches full speed (public figures for H100, 50k fragments)."""
@@ -97,13 +96,8 @@ class Chooser:
         }
         return cls(candidates, accepted)
 
-    def choose(
-        self, direction: Direction, fragment_bytes: int, num_fragments: int, *, busy: bool
-    ) -> Strategy:
-        """The strategy for a piece; sizes are at least 1, and looked up by powers of two."""
-        situation = Situation(
-            direction, max(1, fragment_bytes), 1 << max(1, num_fragments).bit_length() - 1, busy
-        )
+    def choose(self, situation: Situation) -> Strategy:
+        """The strategy for a piece in this situation."""
         if (known := self._known.get(situation)) is None:
             known = self._known[situation] = self._look_up(situation)
         return known

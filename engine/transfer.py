@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from .arena import Arena
-from .devices.base import Device, Lane, Mark, Piece
+from .devices.base import Device, Lane, Mark, Piece, Ticket
 from .errors import EngineClosed, IntegrityError, TransferError, TransferTimeout
 from .health import Health
 from .holds import HoldTimes
 from .layout import Layout
+from .measure import measured_table, situation_of
 from .messages import JobOrder, JobReport
 from .options import TransferOptions
 from .pieces import pieces_of
@@ -73,7 +74,6 @@ class TransferEngine:
         self._rank = rank
         self._options = options
         self._clock = clock
-        self._chooser = chooser or Chooser({way: device.strategies(way) for way in Direction})
         self._jobs: dict[JobId, RunningJob] = {}
         self._reports: list[JobReport] = []
         self._store_bytes = 0
@@ -82,6 +82,7 @@ class TransferEngine:
         self._holds = HoldTimes()
         self._closed = False
         device.attach(layout, arena)
+        self._chooser = chooser or self._measured_chooser()
 
     def begin_step(self) -> None:
         """A step begins: stores deferred in the step before are launched; ``mark_loads``."""
@@ -148,8 +149,8 @@ class TransferEngine:
             try:
                 held = self._device.hold_compute(tickets, timeout_s)
             except Exception as error:
-                logger.warning("holding compute for a flush failed: %s", error, exc_info=error)
-                held = self._device.wait(tickets, timeout_s)
+                self._health.count_failure(error)
+                held = self._wait(tickets, timeout_s)
         if not held:
             for job in jobs:
                 if not job.over():
@@ -175,7 +176,7 @@ class TransferEngine:
         deadline = time.monotonic() + timeout_s
         while self._jobs and (left := deadline - time.monotonic()) > 0:
             waiting = [ticket for job in self._jobs.values() for ticket in job.waiting()]
-            self._device.wait(waiting, min(left, DRAIN_LOOK_S))
+            self._wait(waiting, min(left, DRAIN_LOOK_S))
             reports += self.poll()
         return reports
 
@@ -242,6 +243,22 @@ class TransferEngine:
             self._health.count_failure(error)
             return None
 
+    def _wait(self, tickets: Sequence[Ticket], timeout_s: float) -> bool:
+        """Let the host wait; False when the time was up, or when the device cannot say."""
+        try:
+            return self._device.wait(tickets, timeout_s)
+        except Exception as error:
+            self._health.count_failure(error)
+            return False
+
+    def _busy(self) -> bool:
+        """Whether compute still works on what it had at the last mark."""
+        try:
+            return self._load_mark is not None and not self._load_mark.done()
+        except Exception as error:
+            self._health.count_failure(error)
+            return True
+
     def _refuse(self, job: RunningJob) -> bool:
         """Report a job as failed at once when it cannot be taken now; True when so."""
         if self._health.off:
@@ -279,12 +296,17 @@ class TransferEngine:
             job.launch(self._device, (mark,), [self._strategy(job, one) for one in job.pieces])
 
     def _strategy(self, job: RunningJob, piece: Piece) -> Strategy:
-        group = self._layout.group(piece.group)
-        num_fragments = len(piece.blocks) * len(group.fragments)
-        busy = self._load_mark is not None and not self._load_mark.done()
-        return self._chooser.choose(
-            job.direction, group.block_bytes // len(group.fragments), num_fragments, busy=busy
-        )
+        group, busy = self._layout.group(piece.group), self._busy()
+        return self._chooser.choose(situation_of(group, job.direction, len(piece.blocks), busy))
+
+    def _measured_chooser(self) -> Chooser:
+        """What was measured here, before or now, where that is asked for."""
+        candidates = {way: self._device.strategies(way) for way in Direction}
+        budget_s = self._options.measure_s
+        if budget_s <= 0:
+            return Chooser(candidates)
+        table = measured_table(self._device, self._layout, self._arena, budget_s)
+        return Chooser.of(candidates, table)
 
     def _give_up(self, job: RunningJob) -> None:
         """A job missed its deadline: say so now, and again when the device has let go of it."""

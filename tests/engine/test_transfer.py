@@ -206,6 +206,43 @@ def test_a_device_that_refuses_a_launch_fails_the_job() -> None:
         assert one(rig.engine.drain(WAIT_S)).error == "TransferError: RuntimeError: no room"
 
 
+def test_a_device_that_breaks_down_raises_nothing_into_the_step() -> None:
+    class Broken(HeldDevice):
+        broken = False
+
+        def mark_compute(self):
+            if self.broken:
+                raise RuntimeError("no mark")
+            return super().mark_compute()
+
+        def hold_compute(self, tickets, timeout_s):
+            raise RuntimeError("no hold")
+
+        def wait(self, tickets, timeout_s):
+            if self.broken:
+                raise RuntimeError("no wait")
+            return super().wait(tickets, timeout_s)
+
+    device = Broken()
+    device.hold(JobId(1), JobId(2))
+    with Rig(device) as rig:
+        rig.store(1, [0], [0])
+        opener = threading.Thread(target=device.release, args=(JobId(1),))
+        opener.start()
+        rig.engine.flush([JobId(1)])  # no hold: the host waits
+        opener.join(WAIT_S)
+        assert one(rig.engine.poll()).error is None
+        rig.store(2, [1], [1])
+        device.broken = True
+        rig.engine.flush([JobId(2)])  # nor a wait: the job is given up
+        assert not one(rig.engine.poll()).settled
+        rig.engine.begin_step()
+        rig.store(3, [2], [2])
+        assert "no mark of compute" in (one(rig.engine.poll()).error or "")
+        device.broken = False
+        device.open_all()
+
+
 def test_repeated_failures_turn_offloading_off(caplog: pytest.LogCaptureFixture) -> None:
     device = HeldDevice()
     device.failing = {JobId(job) for job in range(10)}

@@ -1,0 +1,161 @@
+"""Choosing a strategy: the built-in rule, the measured table, and its file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from kvferry.engine.devices.base import Lane, Mark, Piece, Ticket
+from kvferry.engine.devices.cpu import CpuDevice
+from kvferry.engine.measure import (
+    cache_folder,
+    measured_table,
+    read_table,
+    situation_of,
+    table_path,
+    write_table,
+)
+from kvferry.engine.strategy import Chooser, Method, Situation, Strategy
+from kvferry.engine.types import Direction
+from worker_rig import WAIT_S, Clock, Rig
+
+STORE, LOAD = Direction.STORE, Direction.LOAD
+GPU = [Strategy(method) for method in (Method.ZERO_COPY, Method.PACKED, Method.COPY_ENGINE)]
+ONE, TWO = Strategy(Method.COMPILED, 1), Strategy(Method.COMPILED, 2)
+
+
+@pytest.mark.parametrize(
+    ("direction", "fragment_bytes", "num_fragments", "busy", "method"),
+    [
+        (STORE, 64 << 10, 1000, False, Method.COPY_ENGINE),
+        (LOAD, 28 << 10, 1000, True, Method.COPY_ENGINE),
+        (LOAD, 4096, 16, False, Method.COPY_ENGINE),
+        (STORE, 4096, 1000, False, Method.PACKED),
+        (LOAD, 4096, 1000, False, Method.ZERO_COPY),
+        (LOAD, 4096, 1000, True, Method.PACKED),
+    ],
+)
+def test_the_built_in_rule(
+    direction: Direction, fragment_bytes: int, num_fragments: int, busy: bool, method: Method
+) -> None:
+    chooser = Chooser(dict.fromkeys(Direction, GPU))
+    situation = Situation(direction, fragment_bytes, num_fragments, busy)
+    assert chooser.choose(situation).method is method
+
+
+def test_a_method_that_a_device_lacks_is_not_chosen() -> None:
+    chooser = Chooser({way: [TWO, ONE] for way in Direction})
+    assert chooser.choose(Situation(STORE, 4096, 1000, False)) is TWO
+
+
+def test_the_nearest_measured_point_counts() -> None:
+    table = {
+        Situation(STORE, 4096, 64, False): ONE,
+        Situation(STORE, 4096, 4096, False): TWO,
+    }
+    chooser = Chooser.of({way: [TWO, ONE] for way in Direction}, table)
+    assert chooser.choose(Situation(STORE, 4096, 128, False)) is ONE
+    assert chooser.choose(Situation(STORE, 4096, 2048, False)) is TWO
+    assert chooser.choose(Situation(STORE, 8192, 64, False)) is ONE
+
+
+def test_a_measured_point_says_nothing_about_the_other_direction_or_load() -> None:
+    table = {Situation(STORE, 4096, 64, False): ONE}
+    chooser = Chooser.of({way: [TWO, ONE] for way in Direction}, table)
+    assert chooser.choose(Situation(LOAD, 4096, 64, False)) is TWO
+    assert chooser.choose(Situation(STORE, 4096, 64, True)) is TWO
+
+
+def test_a_table_of_another_device_is_not_followed() -> None:
+    table = {Situation(STORE, 4096, 64, False): Strategy(Method.PACKED)}
+    chooser = Chooser.of({way: [TWO, ONE] for way in Direction}, table)
+    assert chooser.table == {}
+
+
+def test_numbers_of_fragments_are_coarse() -> None:
+    with Rig() as rig:
+        group = rig.layout.groups[0]
+        assert len(group.fragments) == 3
+        assert situation_of(group, STORE, 5, False) == Situation(STORE, 64, 8, False)
+        assert situation_of(group, STORE, 0, True) == Situation(STORE, 64, 1, True)
+
+
+class Paced(CpuDevice):
+    """A device on which a move takes as long as its strategy says, on a clock of its own."""
+
+    def __init__(self, clock: Clock, seconds: dict[Strategy, float]) -> None:
+        self.clock, self.seconds = clock, seconds
+        self.launched: list[tuple[Direction, Strategy]] = []
+        super().__init__(2)
+
+    def launch(self, piece: Piece, lane: Lane, after: Sequence[Mark], strategy: Strategy) -> Ticket:
+        self.launched.append((piece.direction, strategy))
+        self.clock.now_s += self.seconds[strategy]
+        return super().launch(piece, lane, after, strategy)
+
+
+def measured(tmp_path: Path, seconds: dict[Strategy, float], budget_s: float = 1e9):
+    clock = Clock()
+    device = Paced(clock, seconds)
+    with Rig(device) as rig:
+        for cache in rig.caches:
+            cache.random_(0, 255)
+        before = [cache.clone() for cache in rig.caches]
+        table = measured_table(device, rig.layout, rig.arena, budget_s, tmp_path, clock)
+        assert all(torch.equal(*pair) for pair in zip(before, rig.caches, strict=True))
+        assert device.wait([], WAIT_S)
+    return device, table
+
+
+def test_the_fastest_is_found_and_remembered(tmp_path: Path) -> None:
+    device, table = measured(tmp_path, {ONE: 5.0, TWO: 1.0})
+    assert set(table.values()) == {TWO}
+    assert {situation.direction for situation in table} == set(Direction)
+    again, same = measured(tmp_path, {ONE: 1.0, TWO: 5.0})
+    assert same == table
+    assert again.launched == []
+    assert read_table(table_path(device.identity, tmp_path), device.identity) == table
+
+
+def test_the_first_guess_stays_unless_another_is_clearly_faster(tmp_path: Path) -> None:
+    _, table = measured(tmp_path, {ONE: 1.0, TWO: 0.95})
+    chosen = {situation.direction: strategy for situation, strategy in table.items()}
+    assert chosen == {STORE: ONE, LOAD: TWO}
+
+
+def test_measuring_ends_with_its_budget(tmp_path: Path) -> None:
+    device, table = measured(tmp_path, {ONE: 1.0, TWO: 1.0}, budget_s=9.0)
+    assert len(table) == 1
+    assert device.clock.now_s <= 9.0 + 5.0
+    _, nothing = measured(tmp_path / "other", {ONE: 1.0, TWO: 1.0}, budget_s=0.0)
+    assert nothing == {}
+
+
+def test_a_device_that_fails_ends_the_measuring(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, table = measured(tmp_path, {})  # a strategy that it does not know: a KeyError
+    assert table == {}
+    assert "measuring transfers failed" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"identity": "x"}', '{"identity": "a", "format": 0}'])
+def test_a_damaged_file_is_measured_anew(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "strategies.json"
+    path.write_text(text)
+    assert read_table(path, "a") == {}
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    write_table(tmp_path / "file" / "table.json", "a", {})
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_the_file_lies_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "kvferry"
+    assert table_path("a", tmp_path) != table_path("b", tmp_path)
+    with Rig(CpuDevice(2), measure_s=30.0) as rig:
+        assert rig.engine._chooser.table
+        assert len(list((tmp_path / "kvferry").iterdir())) == 1

@@ -29,7 +29,7 @@ def same_tokens(phases: tuple[Phase, ...]) -> Check:
     return Check(
         f"the answers of {names} are the same tokens",
         bool(answers) and not different,
-        f"{len(answers)} answers, {len(set(answers))} different",
+        f"{len(answers)} answers, {len(set(answers))} distinct",
     )
 
 

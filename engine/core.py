@@ -1,9 +1,9 @@
 """The scheduling core: what both offload managers do, without a word of vLLM.
 
 It keeps three things: the ledger (what is where), the jobs (what is moving) and, per live request,
-where storing stands. A manager asks it to match and load while a step is being built, offers the
-requests that the step computes, and ends the step with ``build``, which returns the orders for the
-ranks. Reports come back through ``take``.
+where storing stands. A manager asks it to match and load while a step is being built, offers what
+the step computes, and ends the step with ``build``, which returns the orders for the ranks. Reports
+come back through ``take``.
 
 Two rules hold everywhere:
 
@@ -15,214 +15,305 @@ Two rules hold everywhere:
   in flight, not after a load of it failed, and not after a reset until it has started over.
 """
 
-from collections.abc import Iterable, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from .errors import KVFerryError
+from .geometry import GroupGeometry, LedgerView
 from .jobs import Ended, Jobs
-from .ledger import Ledger, ReadLease, WriteLease
-from .messages import JobOrder, Segment, StepOrders, StepReports
+from .ledger import Ledger, WriteLease
+from .messages import JobOrder, StepOrders, StepReports
+from .orders import order_of, refusal
+from .planner import Part, plan_load, sources
+from .policy import make_policy
+from .requests import NEVER, NO_LIMITS, Limits, Patience, TrackedRequest
+from .rules import boundary_of, longest_hit
 from .state import SlotState
 from .types import (
-    NO_BLOCK,
     BlockId,
     Direction,
     GroupId,
-    JobId,
     Key,
     RequestId,
-    seed_of,
 )
+
+Tables = Sequence[Sequence[BlockId]]
+"""Block tables of a request, ``[num_groups]``, in the order of the core's groups."""
 
 
 @dataclass(frozen=True, slots=True)
-class GroupGeometry:
-    """How one KV cache group is cut: sizes in tokens.
+class CoreOptions:
+    """How the core decides. ``wait_s`` bounds how long a request waits for others' transfers."""
 
-    ``hash_tokens`` is the granularity of the request's block hashes; a chunk's key is the hash of
-    its last ``hash_tokens`` tokens, which carries all tokens before them.
-    """
-
-    group: GroupId
-    block_tokens: int
-    blocks_per_chunk: int
-    hash_tokens: int
-
-    def __post_init__(self) -> None:
-        if min(self.block_tokens, self.blocks_per_chunk, self.hash_tokens) < 1:
-            raise ValueError(f"sizes of a group must be at least 1; given {self}")
-        if self.block_tokens % self.hash_tokens:
-            raise ValueError(
-                f"block_tokens must be a multiple of hash_tokens; given {self.block_tokens} and "
-                f"{self.hash_tokens} in group {self.group}"
-            )
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self.block_tokens * self.blocks_per_chunk
-
-    def keys(self, hashes: Sequence[bytes], first: int, last: int) -> list[Key]:
-        """Keys of the chunks ``first <= i < last``; all of them must be hashed."""
-        per_chunk = self.chunk_tokens // self.hash_tokens
-        return [Key(h) for h in hashes[(first + 1) * per_chunk - 1 : last * per_chunk : per_chunk]]
-
-    def num_hashed_chunks(self, hashes: Sequence[bytes]) -> int:
-        return len(hashes) * self.hash_tokens // self.chunk_tokens
-
-
-@dataclass(slots=True)
-class TrackedRequest:
-    """Where one live request stands. ``hashes`` is the request's own list, which grows."""
-
-    hashes: Sequence[bytes]
-    num_offered_chunks: int = 0
-    """Chunks already offered for storing; storing starts behind them."""
-    loading: bool = False
-    """A load into its blocks is in flight or has failed, and it has not gone on to compute yet."""
-    stale: bool = False
-    """Part of what it computed is from before a reset."""
+    policy: str = "lru"
+    prompt_only: bool = False
+    wait_s: float = 5.0
 
 
 class SchedulingCore:
     """Ledger, jobs and request bookkeeping behind a manager. One thread."""
 
-    def __init__(self, geometry: GroupGeometry, num_slots: int, num_ranks: int) -> None:
-        self.geometry = geometry
-        self.ledger = Ledger(num_slots)
+    def __init__(
+        self,
+        groups: Sequence[GroupGeometry],
+        num_slots: int,
+        num_ranks: int,
+        options: CoreOptions | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.options = options or CoreOptions()
+        num_ids = max(geometry.group for geometry in groups) + 1
+        self.ledger = Ledger(num_slots, num_ids, make_policy(self.options.policy, num_slots))
         self.jobs = Jobs(self.ledger, num_ranks)
+        self._rules = tuple(geometry.rule for geometry in groups)
+        self._boundary = boundary_of(self._rules)
+        self._clock = clock
         self._requests: dict[RequestId, TrackedRequest] = {}
+        self._patience: dict[RequestId, Patience] = {}
+        self._loading: Counter[tuple[GroupId, Key]] = Counter()
+        """Chunks that loads in flight read, with how many of them do."""
         self._loads: list[JobOrder] = []
         self._stores: list[JobOrder] = []
         self._prior_stores: list[JobOrder] = []
         self._allocated: set[BlockId] = set()
-        self._num_lookups = 0
-        self._num_hits = 0
-        self._num_stored_chunks = 0
-        self._num_loaded_chunks = 0
-        self._num_failed_jobs = 0
+        self._counts: Counter[str] = Counter()
 
     # -- requests ---------------------------------------------------------------------------
 
-    def start_over(self, request_id: RequestId, hashes: Sequence[bytes]) -> None:
+    def start_over(
+        self,
+        request_id: RequestId,
+        hashes: Sequence[bytes],
+        *,
+        num_prompt_tokens: int,
+        num_local_tokens: int,
+        limits: Limits = NO_LIMITS,
+    ) -> None:
         """The request starts from nothing (new, or after preemption); so does its bookkeeping."""
-        self._requests[request_id] = TrackedRequest(hashes)
+        self._drop_pins(request_id)
+        self._requests[request_id] = TrackedRequest(
+            hashes, num_prompt_tokens, num_local_tokens, limits, [0] * len(self.groups)
+        )
 
     def forget(self, request_id: RequestId) -> None:
+        self._drop_pins(request_id)
         self._requests.pop(request_id, None)
+        self._patience.pop(request_id, None)
 
-    def resume(self, request_id: RequestId) -> None:
-        """The request goes on to compute: whatever was loaded for it is complete or discarded."""
+    def _drop_pins(self, request_id: RequestId) -> None:
         request = self._requests.get(request_id)
         if request is not None:
-            request.loading = False
+            for lease in request.pins:
+                self.ledger.release(lease)
+            request.pins = ()
+
+    # -- matching ---------------------------------------------------------------------------
+
+    def match(self, request_id: RequestId, num_tokens: int, *, wait: bool) -> int | None:
+        """Tokens that can be loaded behind what vLLM's own cache serves; None to be asked again.
+
+        ``num_tokens`` is the request's length; its last token is always computed, as in vLLM's own
+        prefix cache, so that there are logits to sample from. With ``wait``, chunks that others are
+        storing or loading right now are waited for, once and for a bounded time: what is stored
+        can be loaded then, and what is loaded is in vLLM's own cache then.
+        """
+        request = self._requests[request_id]
+        start = request.num_local_tokens
+        limit = min(num_tokens - 1, start + request.limits.max_load_tokens)
+        self._counts["lookups"] += 1
+        if limit <= start or any(start % geometry.block_tokens for geometry in self.groups):
+            return 0
+        views = [LedgerView(self.ledger, group, request.hashes, start) for group in self.groups]
+        ask_pending = wait and self.ledger.num_writing > 0
+        hit = longest_hit(self._rules, views, start, limit, ask_pending=ask_pending)
+        if wait and (hit.pending or self._is_being_loaded(request, hit.ready_tokens)):
+            if self._may_wait(request_id):
+                return None
+        else:
+            self._patience.pop(request_id, None)
+        request.hit_tokens = hit.ready_tokens
+        self._counts["hits"] += hit.ready_tokens > start
+        return hit.ready_tokens - start
+
+    def _is_being_loaded(self, request: TrackedRequest, hit_tokens: int) -> bool:
+        if not self._loading:
+            return False
+        return any(
+            (part.geometry.group, key) in self._loading
+            for part in self._wanted(request, hit_tokens, None)
+            for key in part.keys
+        )
+
+    def _may_wait(self, request_id: RequestId) -> bool:
+        """Whether the request goes on waiting for the jobs that were there when it began to."""
+        patience = self._patience.get(request_id)
+        if patience is None:
+            patience = Patience(self._clock(), self.jobs.next_id)
+            self._patience[request_id] = patience
+        oldest = self.jobs.oldest_unanswered
+        waited_s = self._clock() - patience.since_s
+        return oldest is not None and oldest < patience.until_job and waited_s < self.options.wait_s
+
+    def pin(self, request_id: RequestId) -> None:
+        """Hold the chunks of the last match until they are loaded or the request goes away."""
+        request = self._requests[request_id]
+        parts = self._wanted(request, request.hit_tokens, None)
+        request.pins = tuple(
+            self.ledger.pin(part.geometry.group, part.keys) for part in parts if part.keys
+        )
+
+    def _wanted(
+        self, request: TrackedRequest, hit_tokens: int, tables: Tables | None
+    ) -> list[Part]:
+        """What a hit loads, per group; without ``tables`` the keys count, not the blocks."""
+        start = request.num_local_tokens
+        parts = []
+        for i, geometry in enumerate(self.groups):
+            table: Sequence[BlockId] = (
+                tables[i] if tables else range(-(-hit_tokens // geometry.block_tokens))  # type: ignore[assignment]
+            )
+            parts.append(plan_load(geometry, request.hashes, table, start, hit_tokens))
+        return parts
 
     # -- loads ------------------------------------------------------------------------------
 
-    def match(self, request_id: RequestId, num_computed: int, num_tokens: int) -> list[Key]:
-        """Keys of the readable chunks that follow ``num_computed`` tokens, the last token left out.
+    def given(self, request_id: RequestId, tables: Tables, num_external_tokens: int) -> None:
+        """The request was given its blocks, to load ``num_external_tokens`` of the hit into."""
+        request = self._requests.get(request_id)
+        if request is None:  # another connector's, or never asked about: only fence
+            self.allocated(block for table in tables for block in table)
+            return
+        for geometry, table in zip(self.groups, tables, strict=True):
+            self.allocated(table[request.num_local_tokens // geometry.block_tokens :])
+        if num_external_tokens:
+            self._load(request_id, request, tables, num_external_tokens)
+        else:
+            request.loading = False  # it goes on to compute: a load is complete or discarded
+        self._drop_pins(request_id)
 
-        ``num_tokens`` is the request's length; its last token is always computed, as in vLLM's own
-        prefix cache, so that there are logits to sample from. Changes nothing but the counters.
-        """
-        self._num_lookups += 1
-        geometry = self.geometry
-        if num_computed % geometry.chunk_tokens:
-            return []  # a chunk is loaded whole: no start in the middle of one
-        hashes = self._requests[request_id].hashes
-        first = num_computed // geometry.chunk_tokens
-        last = min((num_tokens - 1) // geometry.chunk_tokens, geometry.num_hashed_chunks(hashes))
-        if last <= first:
-            return []
-        keys = geometry.keys(hashes, first, last)
-        keys = keys[: self.ledger.readable(geometry.group, keys)]
-        self._num_hits += bool(keys)
-        return keys
+    def _load(
+        self, request_id: RequestId, request: TrackedRequest, tables: Tables, num_tokens: int
+    ) -> None:
+        parts = self._wanted(request, request.num_local_tokens + num_tokens, tables)
+        parts = [part for part in parts if part.keys]
+        request.loading = True
+        if not all(self._is_readable(part) for part in parts):
+            # Fewer tokens were taken than answered, and a window now begins where nothing is
+            # stored. The ranks say that the load failed, and what they do not load is computed.
+            self._loads.append(refusal(parts, request_id))
+            return
+        leases = tuple(self.ledger.pin(part.geometry.group, part.keys) for part in parts)
+        blocks = [block for part in parts for block in part.blocks]
+        job_id = self.jobs.start(Direction.LOAD, leases, request_id, blocks)
+        self._loading.update((lease.group, key) for lease in leases for key in lease.keys)
+        self._loads.append(order_of(job_id, Direction.LOAD, leases, parts, request_id))
 
-    def load(self, request_id: RequestId, lease: ReadLease, blocks: Sequence[BlockId]) -> JobId:
-        """Plan the load of the leased chunks into ``blocks`` (``[num_chunks * blocks_per_chunk]``).
-
-        The job owns the lease from here on.
-        """
-        job_id = self.jobs.start(Direction.LOAD, (lease,), request_id, _real(blocks))
-        self._loads.append(self._order(job_id, Direction.LOAD, lease, blocks, request_id))
-        self._requests[request_id].loading = True
-        return job_id
+    def _is_readable(self, part: Part) -> bool:
+        return self.ledger.readable(part.geometry.group, part.keys) == len(part.keys)
 
     # -- stores -----------------------------------------------------------------------------
 
-    def due(self, request_id: RequestId, num_computed: int) -> int:
-        """How many chunks the request could offer once ``num_computed`` tokens are computed."""
+    def due(self, request_id: RequestId, num_computed: int) -> bool:
+        """Whether the request may have chunks to offer with ``num_computed`` tokens computed."""
         request = self._requests.get(request_id)
-        if request is None or request.loading or request.stale:
-            return 0
-        num_chunks = num_computed // self.geometry.chunk_tokens
-        if num_chunks <= request.num_offered_chunks:
-            return 0
-        num_chunks = min(num_chunks, self.geometry.num_hashed_chunks(request.hashes))
-        return num_chunks - request.num_offered_chunks
+        return (
+            request is not None
+            and num_computed >= request.next_due_tokens
+            and not (request.loading or request.stale)
+        )
 
     def offer(
-        self,
-        request_id: RequestId,
-        num_computed: int,
-        blocks: Sequence[BlockId],
-        *,
-        prior: bool = False,
+        self, request_id: RequestId, num_computed: int, tables: Tables, *, finished: bool = False
     ) -> None:
         """Plan the store of the request's full, hashed chunks that were not offered yet.
 
-        ``blocks`` is the request's block table. ``prior`` says that they were computed before this
-        step, so the store need not wait for its forward. Chunks that are there already are touched.
+        ``finished`` says that the request has ended: all of it was computed before this step, and
+        nothing of it is volatile any more. Chunks that are there already are touched.
         """
-        num_due = self.due(request_id, num_computed)
-        if not num_due:
+        if not self.due(request_id, num_computed):
             return
-        geometry, request = self.geometry, self._requests[request_id]
-        first = request.num_offered_chunks
-        last = first + num_due
+        request = self._requests[request_id]
+        limit = request.limits.max_store_tokens
+        if self.options.prompt_only:
+            limit = min(limit, request.num_prompt_tokens)
+        num_tokens = min(num_computed, limit)
+        decoding = not finished and num_computed > request.num_prompt_tokens
+        offered = [
+            self._reserve(i, request, num_tokens, tables[i], decoding=decoding)
+            for i in range(len(self.groups))
+        ]
+        leases = [lease for lease, _ in offered if lease is not None]
+        request.next_due_tokens = self._next_due(request, num_tokens, limit)
+        if not leases:
+            return
+        parts = [part for _, part in offered if part is not None]
+        blocks = [block for part in parts for block in part.blocks]
+        job_id = self.jobs.start(Direction.STORE, tuple(leases), request_id, blocks)
+        orders = self._prior_stores if finished else self._stores
+        orders.append(order_of(job_id, Direction.STORE, leases, parts, request_id))
+
+    def _next_due(self, request: TrackedRequest, num_tokens: int, limit: int) -> int:
+        """The least number of computed tokens that completes another chunk."""
+        following = [
+            (request.num_offered[i] + 1) * geometry.chunk_tokens
+            for i, geometry in enumerate(self.groups)
+        ]
+        nearest = min(tokens if tokens <= limit else NEVER for tokens in following)
+        # What found no slot, or has no hash yet, is offered again in the next step.
+        return max(nearest, num_tokens) if nearest <= num_tokens else nearest
+
+    def _reserve(
+        self,
+        index: int,
+        request: TrackedRequest,
+        num_tokens: int,
+        table: Sequence[BlockId],
+        *,
+        decoding: bool,
+    ) -> tuple[WriteLease | None, Part | None]:
+        """Slots for what one group has to offer, as far as they go."""
+        geometry = self.groups[index]
+        group = geometry.group
+        first = request.num_offered[index]
+        last = min(
+            geometry.rule.storable_chunks(num_tokens, decoding=decoding),
+            geometry.num_hashed_chunks(request.hashes),
+        )
+        if last <= first:
+            return None, None
         keys = geometry.keys(request.hashes, first, last)
-        size = geometry.blocks_per_chunk
-        wanted = {
-            keys[i]: blocks[(first + i) * size : (first + i + 1) * size]
-            for i in self.ledger.absent(geometry.group, keys)
-        }
-        wanted = {key: own for key, own in wanted.items() if NO_BLOCK not in own}
-        self.ledger.touch(geometry.group, keys)
-        lease = self._reserve(request, list(wanted), last)
-        num_reserved = len(lease.keys) if lease is not None else 0
-        if num_reserved < len(wanted):
+        absent = self.ledger.absent(group, keys)
+        self.ledger.touch(group, keys)
+        wanted = sources(geometry, keys, absent, table, first, self._boundary)
+        request.num_offered[index] = last
+        if not wanted:
+            return None, None
+        new = list(wanted)
+        lease = self.ledger.reserve(group, new, protect=self._own_prefix(request, last, len(new)))
+        taken = len(lease.keys) if lease is not None else 0
+        if taken < len(new):
             # No slot for this chunk now: it is offered again, since those after it are of no use
             # without it.
-            last = first + keys.index(list(wanted)[num_reserved])
-        request.num_offered_chunks = last
+            request.num_offered[index] = first + keys.index(new[taken])
         if lease is None:
-            return
-        source = [block for key in lease.keys for block in wanted[key]]
-        job_id = self.jobs.start(Direction.STORE, (lease,), request_id, source)
-        orders = self._prior_stores if prior else self._stores
-        orders.append(self._order(job_id, Direction.STORE, lease, source, request_id))
+            return None, None
+        blocks = tuple(block for key in lease.keys for block in wanted[key])
+        return lease, Part(geometry, lease.keys, blocks)
 
-    def _reserve(self, request: TrackedRequest, keys: list[Key], last: int) -> WriteLease | None:
-        """Slots for as many leading ``keys`` as fit, none taken from the request's own prefix."""
-        if not keys:
-            return None
-        group = self.geometry.group
-        prefix: list[Key] = []
-        if self.ledger.counts()[SlotState.FREE] < len(keys):
-            prefix = self.geometry.keys(request.hashes, 0, last)
-        return self.ledger.reserve(group, keys, protect=prefix)
-
-    def _order(
-        self,
-        job_id: JobId,
-        direction: Direction,
-        lease: ReadLease | WriteLease,
-        blocks: Sequence[BlockId],
-        request_id: RequestId | None,
-    ) -> JobOrder:
-        seeds = tuple(seed_of(lease.group, key) for key in lease.keys)
-        segment = Segment(lease.group, lease.slots, tuple(blocks), seeds)
-        return JobOrder(job_id, direction, (segment,), request_id)
+    def _own_prefix(self, request: TrackedRequest, last: int, num_new: int) -> Collection[Key]:
+        """Where eviction is near: the request's own chunks, which its later ones need."""
+        if self.ledger.num_free >= num_new:
+            return ()
+        return {
+            key
+            for geometry in self.groups
+            for key in geometry.keys(
+                request.hashes, 0, min(last, geometry.num_hashed_chunks(request.hashes))
+            )
+        }
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -232,7 +323,7 @@ class SchedulingCore:
 
     def build(self) -> StepOrders:
         """End the step being built: its orders, flush list first."""
-        own = {order.job_id for order in self._loads} | {order.job_id for order in self._stores}
+        own = {order.job_id for order in (*self._loads, *self._stores)}
         flush = self.jobs.fenced(self._allocated) - own
         orders = StepOrders(
             flush=tuple(sorted(flush)),
@@ -242,6 +333,7 @@ class SchedulingCore:
         )
         self._prior_stores, self._stores, self._loads = [], [], []
         self._allocated = set()
+        self.ledger.take_evicted()
         return orders
 
     def take(self, reports: StepReports) -> list[Ended]:
@@ -252,19 +344,23 @@ class SchedulingCore:
             if end is None:
                 continue
             ended.append(end)
+            if end.direction is Direction.LOAD:
+                self._loading.subtract(end.chunks)
+                self._loading = +self._loading
             if end.error is not None:
-                self._num_failed_jobs += 1
+                self._counts["failed_jobs"] += 1
             elif end.direction is Direction.STORE:
-                self._num_stored_chunks += end.num_chunks
+                self._counts["stored_chunks"] += len(end.chunks)
             else:
-                self._num_loaded_chunks += end.num_chunks
+                self._counts["loaded_chunks"] += len(end.chunks)
         return ended
 
     def reset(self) -> None:
         """Forget every stored chunk. What live requests have computed is not stored any more."""
-        self.ledger.invalidate_all()
-        for request in self._requests.values():
+        for request_id, request in self._requests.items():
+            self._drop_pins(request_id)
             request.stale = True
+        self.ledger.invalidate_all()
 
     @property
     def busy(self) -> bool:
@@ -272,27 +368,19 @@ class SchedulingCore:
         return bool(self._prior_stores or self.jobs.num_unanswered)
 
     def check(self) -> None:
-        """Prove the ledger's invariants, and that nothing is left over when nothing is going on."""
+        """Prove the ledger's invariants; KVFerryError (a bug) where one does not hold."""
         self.ledger.check()
-        if not self.jobs.num_jobs and self.jobs.num_fences:
-            raise KVFerryError(f"{self.jobs.num_fences} fences without a job")
 
     def snapshot(self) -> dict[str, int | float]:
-        counts = self.ledger.counts()
+        """Live counts; slots by state first."""
+        states = self.ledger.counts()
+        counted = ("lookups", "hits", "stored_chunks", "loaded_chunks", "failed_jobs")
         return {
-            **{state.name.lower(): counts[state] for state in SlotState},
+            **{state.name.lower(): states[state] for state in SlotState},
             "leases": self.ledger.num_leases,
             "jobs": self.jobs.num_jobs,
             "fences": self.jobs.num_fences,
             "requests": len(self._requests),
-            "lookups": self._num_lookups,
-            "hits": self._num_hits,
-            "stored_chunks": self._num_stored_chunks,
-            "loaded_chunks": self._num_loaded_chunks,
             "evicted_chunks": self.ledger.num_evicted,
-            "failed_jobs": self._num_failed_jobs,
+            **{name: self._counts[name] for name in counted},
         }
-
-
-def _real(blocks: Iterable[BlockId]) -> list[BlockId]:
-    return [block for block in blocks if block != NO_BLOCK]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from .leases import Lease, ReadLease, WriteLease
 from .ledger import Ledger
 from .messages import JobReport
-from .types import NO_BLOCK, BlockId, Direction, JobId, Rank, RequestId
+from .types import NO_BLOCK, BlockId, Direction, GroupId, JobId, Key, Rank, RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Ended:
     request_id: RequestId | None
     error: str | None
     settled: bool
-    num_chunks: int
+    chunks: tuple[tuple[GroupId, Key], ...]
 
 
 @dataclass(slots=True)
@@ -126,6 +126,16 @@ class Jobs:
         return request_id in self._loads
 
     @property
+    def next_id(self) -> JobId:
+        """The id that the next job will get."""
+        return JobId(self._next_id)
+
+    @property
+    def oldest_unanswered(self) -> JobId | None:
+        """The oldest job that some rank still owes its answer; None when all have ended."""
+        return next((job_id for job_id, job in self._jobs.items() if job.unanswered), None)
+
+    @property
     def num_fences(self) -> int:
         """How many GPU blocks are fenced."""
         return len(self._fences)
@@ -161,10 +171,8 @@ class Jobs:
                 self._loads[job.request_id] = remaining
             else:
                 del self._loads[job.request_id]
-        num_chunks = sum(len(lease.keys) for lease in job.leases)
-        return Ended(
-            job_id, job.direction, job.request_id, job.error, not job.unsettled, num_chunks
-        )
+        chunks = tuple((lease.group, key) for lease in job.leases for key in lease.keys)
+        return Ended(job_id, job.direction, job.request_id, job.error, not job.unsettled, chunks)
 
     def _settle(self, job_id: JobId, job: _Job) -> None:
         for lease in job.leases:

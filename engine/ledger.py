@@ -91,6 +91,10 @@ class Ledger:
         except ValueError:
             return len(rest)
 
+    def writing(self, group: GroupId, key: Key) -> bool:
+        """Whether a store of ``key`` is under way."""
+        return key in self._writing[group]
+
     def readable_at(self, group: GroupId, keys: Sequence[Key]) -> list[bool]:
         """For each of ``keys`` whether it can be read now; ``[len(keys)]``."""
         return list(map(self._readable[group].__contains__, keys))
@@ -105,6 +109,16 @@ class Ledger:
     def counts(self) -> dict[SlotState, int]:
         """How many slots are in each state."""
         return dict(zip(SlotState, self._counts, strict=True))
+
+    @property
+    def num_free(self) -> int:
+        """How many slots are FREE."""
+        return self._counts[SlotState.FREE]
+
+    @property
+    def num_writing(self) -> int:
+        """How many slots are WRITING."""
+        return self._counts[SlotState.WRITING]
 
     @property
     def num_leases(self) -> int:

@@ -53,7 +53,8 @@ class GroupRule:
         windowed = self.kind in (GroupKind.WINDOW, GroupKind.LOCAL)
         if self.chunk_tokens < 1 or self.retained_tokens < 0:
             raise ValueError(f"{self}: allowed: chunk_tokens from 1, retained_tokens from 0")
-        if windowed != (self.window_tokens is not None) or (self.window_tokens or 1) < 1:
+        sound = self.window_tokens is None or self.window_tokens >= 1
+        if windowed != (self.window_tokens is not None) or not sound:
             raise ValueError(
                 f"{self}: allowed: window_tokens of at least 1 for a window or local attention, "
                 "None for the others"
@@ -132,13 +133,19 @@ def longest_hit(
     views: Sequence[GroupView],
     start_tokens: int,
     limit_tokens: int,
+    *,
+    ask_pending: bool = True,
 ) -> Hit:
     """The longest hit that all groups can serve; ``views`` is ``[len(rules)]``, in the same order.
+
+    Without ``ask_pending`` what is being written counts as absent in both answers.
 
     ``limit_tokens`` is the most that may be hit (the prompt without its last token, or less where
     the request asks for less). No hit gives ``start_tokens``.
     """
     ready = _agree(rules, views, start_tokens, limit_tokens, pending=False)
+    if not ask_pending:
+        return Hit(ready, ready)
     return Hit(ready, _agree(rules, views, start_tokens, limit_tokens, pending=True))
 
 

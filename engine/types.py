@@ -20,6 +20,10 @@ NO_BLOCK: Final = BlockId(-1)
 """Stands in a segment's block list where a chunk has no block (partial chunk, outside a window)."""
 
 
+NO_JOB: Final = JobId(-1)
+"""The id of an order that no job stands behind: a load to be reported as failed, not made."""
+
+
 class Direction(enum.StrEnum):
     """Which way a job moves bytes."""
 

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -20,6 +21,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from ...engine.core import SchedulingCore
 from ...engine.messages import StepOrders
 from ...engine.types import Rank
 from . import support
@@ -64,7 +66,7 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
         transfer = self._kv_transfer_config
         self._options = Options.parse(transfer.kv_connector_extra_config or {})
         self._num_ranks = vllm_config.parallel_config.world_size
-        self._geometry = support.geometry_from(kv_cache_config, vllm_config)
+        self._groups = support.groups_from(kv_cache_config, vllm_config, 1)
         self._manager: OffloadManager | None = None
         self._worker: OffloadWorker | None = None
         if not vllm_config.cache_config.enable_prefix_caching:
@@ -80,7 +82,7 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
                     transfer.kv_load_failure_policy,
                 )
             # A guess from rank 0's view, until the ranks have said how many slots they hold.
-            slot_bytes = support.estimated_slot_bytes(kv_cache_config)
+            slot_bytes = support.estimated_slot_bytes(kv_cache_config, 1)
             self._set_num_slots(self._options.num_slots(slot_bytes, self._num_ranks))
 
     @property
@@ -100,7 +102,8 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler: start -------------------------------------------------------------------------
 
     def _set_num_slots(self, num_slots: int) -> None:
-        self._manager = self.manager_type(self._geometry, num_slots, self._num_ranks)
+        core = SchedulingCore(self._groups, num_slots, self._num_ranks)
+        self._manager = self.manager_type(core)
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
@@ -172,7 +175,7 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Never delays the freeing of blocks: those that are still to be read are fenced."""
         if self._manager is not None:
-            self._manager.finished(request, block_ids[0])
+            self._manager.finished(request, block_ids)
         return False, None
 
     def has_pending_push_work(self) -> bool:
@@ -242,16 +245,31 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
         metadata = self._connector_metadata
         return metadata.orders if isinstance(metadata, OrdersMetadata) else StepOrders()
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """No request waits for a store; those whose load has ended, well or not."""
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """No request waits for a store; those whose load has ended, well or not.
+
+        With one group vLLM takes the blocks that failed (``get_block_ids_with_load_errors``) and
+        computes only those; with several their ids would be ambiguous, so the request is named.
+        """
         if self._worker is None:
-            return None, None
+            return KVConnectorTransferResults()
         self._worker.poll()
-        finished, _ = self._worker.take_finished_loads()
-        return None, finished or None
+        finished, failed = self._worker.take_finished_loads()
+        return KVConnectorTransferResults(
+            finished_recving=finished, failed_recving=set() if self._one_group else failed
+        )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self.get_transfer_results(finished_req_ids)
+        return None, results.finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.take_failed_blocks() if self._worker is not None else set()
+        failed = self._worker.take_failed_blocks() if self._worker is not None else set()
+        return failed if self._one_group else set()
+
+    @property
+    def _one_group(self) -> bool:
+        return len(self._kv_cache_config.kv_cache_groups) == 1
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self._worker is None:

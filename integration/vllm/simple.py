@@ -16,19 +16,18 @@ class SimpleManager(OffloadManager):
     def prepare(self, request: "Request", num_computed_tokens: int) -> None:
         self._start_over(request, num_computed_tokens)
 
-    def match(self, request: "Request", num_computed_tokens: int) -> int:
+    def match(self, request: "Request", num_computed_tokens: int) -> int | None:
         request_id = views.request_id_of(request)
-        core = self.core
-        keys = core.match(request_id, num_computed_tokens, request.num_tokens)
-        if keys:
-            self._pins[request_id] = core.ledger.pin(core.geometry.group, keys)
-        return len(keys) * core.geometry.chunk_tokens
+        num_hit_tokens = self.core.match(request_id, request.num_tokens, wait=False)
+        if num_hit_tokens:
+            self.core.pin(request_id)
+        return num_hit_tokens
 
     def record(self, request: "Request", num_hit_tokens: int) -> None:
         """Nothing: the pin refreshes recency, and storing starts at the first chunk."""
 
 
 class KVFerrySimpleConnector(OffloadConnectorBase):
-    """One KV cache group of full attention, stored block by block as it fills."""
+    """Stores every full block as it fills, and holds a hit from lookup to load."""
 
     manager_type = SimpleManager

@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING
 
 import vllm
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
-from ...engine.core import GroupGeometry
+from ...engine.geometry import GroupGeometry
+from ...engine.rules import GroupKind, GroupRule
 from ...engine.types import GroupId
 
 if TYPE_CHECKING:
@@ -47,30 +54,52 @@ def check_config(vllm_config: "VllmConfig") -> None:
             raise ValueError(f"{name}={size}: context parallelism is not supported yet; allowed: 1")
 
 
-def geometry_from(kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig") -> GroupGeometry:
-    """The geometry of the one group that is offloaded. Raises ValueError when there are more, or
-    when its kind of attention is not supported."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise ValueError(
-            f"the model has {len(groups)} KV cache groups "
-            f"({', '.join(type(g.kv_cache_spec).__name__ for g in groups)}); "
-            "more than one group is not supported yet; allowed: one group of full attention"
+def groups_from(
+    kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig", blocks_per_chunk: int
+) -> tuple[GroupGeometry, ...]:
+    """The groups that are offloaded. Raises ValueError for a kind that is not supported."""
+    _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    groups = []
+    for index in kv_cache_config.prefix_cacheable_group_ids:
+        group = kv_cache_config.kv_cache_groups[index]
+        spec = _one_layer(group.kv_cache_spec)
+        block_tokens = spec.block_size
+        kind, window, retained = _kind_of(spec)
+        rule = GroupRule(
+            GroupId(index),
+            kind,
+            chunk_tokens=block_tokens * blocks_per_chunk,
+            window_tokens=window,
+            retained_tokens=retained,
+            draft=group.is_eagle_group,
         )
-    spec = groups[0].kv_cache_spec
-    if type(_one_layer(spec)) is not FullAttentionSpec:
-        raise ValueError(
-            f"KV cache of kind {type(_one_layer(spec)).__name__} is not supported yet; "
-            "allowed: FullAttentionSpec"
-        )
-    block_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    return GroupGeometry(GroupId(0), block_tokens, blocks_per_chunk=1, hash_tokens=hash_tokens)
+        groups.append(GroupGeometry(rule, block_tokens, hash_tokens))
+    if not groups:
+        raise ValueError("the model has no KV cache group that a prefix cache can serve")
+    return tuple(groups)
 
 
-def estimated_slot_bytes(kv_cache_config: "KVCacheConfig") -> int:
+def _kind_of(spec: "KVCacheSpec") -> tuple[GroupKind, int | None, int]:
+    """The kind of a group, its window in tokens, and what vLLM retains beyond it."""
+    if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
+        return GroupKind.FULL, None, 0
+    if type(spec) is SlidingWindowSpec:
+        return GroupKind.WINDOW, spec.sliding_window, spec.extra_retained_tokens
+    if type(spec) is ChunkedLocalAttentionSpec:
+        return GroupKind.LOCAL, spec.attention_chunk_size, 0
+    raise ValueError(
+        f"KV cache of kind {type(spec).__name__} is not supported yet; allowed: "
+        "FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec. "
+        "For recurrent (Mamba, linear attention) groups use vLLM's own OffloadingConnector"
+    )
+
+
+def estimated_slot_bytes(kv_cache_config: "KVCacheConfig", blocks_per_chunk: int) -> int:
     """Bytes of one chunk as the scheduler sees it: a guess until the ranks have reported theirs."""
-    (group,) = kv_cache_config.kv_cache_groups
-    return int(_one_layer(group.kv_cache_spec).page_size_bytes) * len(group.layer_names)
+    return blocks_per_chunk * max(
+        int(_one_layer(group.kv_cache_spec).page_size_bytes) * len(group.layer_names)
+        for group in kv_cache_config.prefix_cacheable_groups
+    )
 
 
 def _one_layer(spec: "KVCacheSpec") -> "KVCacheSpec":

@@ -1,14 +1,18 @@
 """vLLM's objects -> the engine's plain data. Nothing outside this module reads their fields."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
+
+from ...engine.requests import NEVER, NO_LIMITS, Limits
 from ...engine.types import NO_BLOCK, BlockId, RequestId
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+logger = init_logger(__name__)
 
 _NULL_BLOCK = 0
 """vLLM's block pool keeps block 0 as the null block: it stands for "no block here"."""
@@ -18,14 +22,44 @@ def request_id_of(request: "Request") -> RequestId:
     return RequestId(request.request_id)
 
 
-def block_table(block_ids: Iterable[int]) -> list[BlockId]:
-    """One group's block ids, the null block as ``NO_BLOCK``."""
-    return [BlockId(block) if block != _NULL_BLOCK else NO_BLOCK for block in block_ids]
+def block_tables(
+    block_ids: Sequence[Sequence[int]], group_ids: Sequence[int]
+) -> list[list[BlockId]]:
+    """The block tables of these groups, the null block as ``NO_BLOCK``."""
+    return [
+        [BlockId(block) if block != _NULL_BLOCK else NO_BLOCK for block in block_ids[group]]
+        for group in group_ids
+    ]
 
 
-def allocated_table(blocks: "KVCacheBlocks") -> list[BlockId]:
-    """The block table of a request in its (only) group."""
-    return block_table(blocks.get_block_ids()[0])
+def limits_of(request: "Request") -> Limits:
+    """What the request asks for in its ``kv_transfer_params``; a bad value is ignored."""
+    params = request.kv_transfer_params
+    if not params:
+        return NO_LIMITS
+    return Limits(
+        _limit(params.get("max_load_tokens"), "max_load_tokens"),
+        _limit(params.get("max_offload_tokens"), "max_offload_tokens"),
+    )
+
+
+def _limit(value: Any, name: str) -> int:
+    if value is None:
+        return NEVER
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        # A request's own bad parameter must not stop the engine: it is ignored, and said once.
+        logger.warning_once("kv_transfer_params: %s=%r; allowed: 0 or more tokens", name, value)
+        return NEVER
+    return value
+
+
+def num_final_tokens(request: "Request") -> int:
+    """Tokens of an ended request whose KV is final.
+
+    The last sampled token is left out: its KV is not computed, or (speculative decoding) what
+    stands in its place is that of a guess.
+    """
+    return min(request.num_computed_tokens, max(request.num_prompt_tokens, request.num_tokens - 1))
 
 
 def newly_written(scheduler_output: "SchedulerOutput") -> Iterator[BlockId]:
@@ -51,8 +85,10 @@ def progress(scheduler_output: "SchedulerOutput") -> Iterator[tuple[RequestId, i
         yield RequestId(req_id), num_computed + num_scheduled[req_id]
 
 
-def current_table(scheduler_output: "SchedulerOutput", request_id: RequestId) -> Sequence[BlockId]:
-    """The whole block table, as of this step, of a request that is scheduled in it."""
+def current_tables(
+    scheduler_output: "SchedulerOutput", request_id: RequestId, group_ids: Sequence[int]
+) -> list[list[BlockId]] | None:
+    """The block tables, as of this step, of a request that is scheduled in it."""
     state = scheduler_output.kv_connector_block_state
-    groups = state.get_block_ids(request_id) if state is not None else None
-    return block_table(groups[0]) if groups is not None else ()
+    tables = state.get_block_ids(request_id) if state is not None else None
+    return block_tables(tables, group_ids) if tables is not None else None

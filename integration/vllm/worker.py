@@ -9,7 +9,7 @@ from ...engine.devices.base import Device
 from ...engine.devices.cpu import CpuDevice
 from ...engine.messages import JobReport, StepOrders, StepReports
 from ...engine.transfer import TransferEngine, TransferOptions
-from ...engine.types import NO_BLOCK, BlockId, Direction, JobId, Rank, RequestId
+from ...engine.types import NO_BLOCK, NO_JOB, BlockId, Direction, JobId, Rank, RequestId
 from .caches import layout_from
 from .config import Options
 
@@ -77,6 +77,9 @@ class OffloadWorker:
             blocks = tuple(
                 block for part in order.segments for block in part.blocks if block != NO_BLOCK
             )
+            if order.job_id == NO_JOB and order.request_id is not None:
+                self._end_load(order.request_id, blocks, failed=True)
+                continue
             if order.request_id is not None:
                 self._loads[order.job_id] = (order.request_id, blocks)
             self._engine.submit(order)
@@ -93,10 +96,15 @@ class OffloadWorker:
             if report.direction is Direction.LOAD and report.job_id in self._loads:
                 # A job's first report is its answer; one after a missed deadline only settles it.
                 request_id, blocks = self._loads.pop(report.job_id)
-                self._finished_loads.add(request_id)
-                if report.error is not None:
-                    self._failed_loads.add(request_id)
-                    self._failed_blocks.update(blocks)
+                self._end_load(request_id, blocks, failed=report.error is not None)
+
+    def _end_load(
+        self, request_id: RequestId, blocks: tuple[BlockId, ...], *, failed: bool
+    ) -> None:
+        self._finished_loads.add(request_id)
+        if failed:
+            self._failed_loads.add(request_id)
+            self._failed_blocks.update(blocks)
 
     def take_finished_loads(self) -> tuple[set[str], set[str]]:
         """Requests whose load has ended, and those of them whose load failed."""

@@ -288,8 +288,6 @@ class Engine:
             for name in ("writing", "reading", "doomed", "leases", "jobs", "fences", "requests")
         }
         assert not any(left.values()), left
-        assert not self.manager._pins
-        assert not self.manager._num_local
 
 
 def tokens(seed: int, count: int) -> list[int]:

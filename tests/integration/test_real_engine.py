@@ -110,15 +110,15 @@ def step_with(engine: TinyEngine, between: Callable[[], None]) -> list[StepOrder
     seen: list[StepOrders] = []
     schedule = engine.scheduler.schedule
 
-    def planned() -> Any:
+    def planned(*args: Any) -> Any:
         engine.scheduler.schedule = schedule
-        output = schedule()
+        output = schedule(*args)
         seen.append(output.kv_connector_metadata.orders)
         between()
         return output
 
     engine.scheduler.schedule = planned
-    engine.core.step()
+    engine.llm.llm_engine.step()
     return seen
 
 
@@ -157,6 +157,10 @@ def test_a_reset_with_a_store_and_a_load_in_flight(
     assert orders.stores
     planned = (*orders.loads, *orders.stores)
     assert doomed == [sum(len(part.slots) for order in planned for part in order.segments)]
+    for _ in range(1000):
+        if not engine.llm.llm_engine.has_unfinished_requests():
+            break
+        engine.llm.llm_engine.step()
     engine.drain()
     assert engine.connector.snapshot()["ready"] == 0
     engine.scheduler.reset_prefix_cache()

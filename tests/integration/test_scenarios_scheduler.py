@@ -22,8 +22,9 @@ def stored_tokens(engine: Engine, prompt: list[int]) -> int:
     """How many of the prompt's tokens the host would serve now, asked without a trace."""
     core = engine.manager.core
     hashes = engine.request("peek", prompt).block_hashes
-    keys = core.geometry.keys(hashes, 0, core.geometry.num_hashed_chunks(hashes))
-    return int(core.ledger.readable(core.geometry.group, keys)) * core.geometry.chunk_tokens
+    (group,) = core.groups
+    keys = group.keys(hashes, 0, group.num_hashed_chunks(hashes))
+    return int(core.ledger.readable(group.group, keys)) * int(group.chunk_tokens)
 
 
 def test_s4_a_store_in_flight_is_flushed_before_its_blocks_are_given_away(

@@ -1,0 +1,79 @@
+"""Pure plans: (where a request stands, what the ledger holds) -> what to load and what to store.
+
+Nothing here changes anything. Block tables are one group's, ``NO_BLOCK`` where there is none.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .geometry import GroupGeometry
+from .types import NO_BLOCK, BlockId, Key
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Chunks of one group and their blocks, ``[num_chunks * blocks_per_chunk]``."""
+
+    geometry: GroupGeometry
+    keys: tuple[Key, ...]
+    blocks: tuple[BlockId, ...]
+
+
+def plan_load(
+    geometry: GroupGeometry,
+    hashes: Sequence[bytes],
+    table: Sequence[BlockId],
+    start_tokens: int,
+    end_tokens: int,
+) -> Part:
+    """What a hit of ``end_tokens`` loads when ``start_tokens`` are on the GPU already.
+
+    Blocks that lie before ``start_tokens`` are left alone: others may be reading them.
+    """
+    size = geometry.blocks_per_chunk
+    first = geometry.rule.needed_chunks(start_tokens, end_tokens).start
+    last = -(-end_tokens // geometry.chunk_tokens)
+    begin = -(-start_tokens // geometry.block_tokens)
+    end = -(-end_tokens // geometry.block_tokens)
+    chosen: list[BlockId] = [
+        table[i] if begin <= i < end and i < len(table) else NO_BLOCK
+        for i in range(first * size, last * size)
+    ]
+    keys = geometry.keys(hashes, first, last)
+    loaded = [i for i in range(len(keys)) if chosen[i * size : (i + 1) * size] != [NO_BLOCK] * size]
+    if len(loaded) < len(keys):
+        chosen = [block for i in loaded for block in chosen[i * size : (i + 1) * size]]
+        keys = [keys[i] for i in loaded]
+    return Part(geometry, tuple(keys), tuple(chosen))
+
+
+def sources(
+    geometry: GroupGeometry,
+    keys: Sequence[Key],
+    absent: Sequence[int],
+    table: Sequence[BlockId],
+    first: int,
+    boundary_tokens: int,
+) -> dict[Key, Sequence[BlockId]]:
+    """Where the chunks worth storing lie, of those that are ``absent`` from the host.
+
+    ``keys`` are those of the chunks from ``first`` on; ``absent`` indexes them. Left out are chunks
+    that no hit can use, and those whose blocks are gone (out of a window, or not allocated).
+    """
+    size = geometry.blocks_per_chunk
+    rule = geometry.rule
+    found: dict[Key, Sequence[BlockId]] = {}
+    for i in absent:
+        chunk = first + i
+        blocks = table[chunk * size : (chunk + 1) * size]
+        if len(blocks) < size or not rule.worth_storing(chunk, boundary_tokens):
+            continue
+        if NO_BLOCK in blocks:
+            # No hit that ends behind the chunk looks back further than this, so what is missing
+            # before it will never be asked for.
+            needed = rule.needed_from((chunk + 1) * geometry.chunk_tokens)
+            begin = max(0, needed // geometry.block_tokens - chunk * size)
+            if begin >= size or NO_BLOCK in blocks[begin:]:
+                continue
+        found[keys[i]] = blocks
+    return found

@@ -78,16 +78,16 @@ class TwoSpeed:
         return float(2.0**self._speed_log2)
 
     def admit(self, slots: Sequence[SlotId], idents: Sequence[int]) -> None:
-        self._clock += len(slots)
         known = 0
         for i, (slot, ident) in enumerate(zip(slots, idents, strict=True)):
             self._idents[slot] = ident
             self._again[slot] = 0
             if self._learn(ident):
                 known = i + 1
-        # Whoever used a chunk used those before it: a gap in memory must not become one in the cache.
+        # Whoever used a chunk used those before it; forgetting one must not tear a hole there.
         for slot in slots[:known]:
             self._again[slot] = 1
+        self._clock += len(slots)
         self._push(slots)
 
     def hold(self, slots: Sequence[SlotId]) -> None:

@@ -20,7 +20,7 @@ from .host_checks import HostChecks
 from .launches import Launches
 from .moves import LaneStreams, Move, Staging
 from .pools import BufferPool, EventPool
-from .runtime import Priority, Runtime
+from .runtime import Event, Priority, Runtime
 from .tickets import StreamTicket, TicketState
 
 logger = logging.getLogger(__name__)
@@ -79,15 +79,36 @@ class Carrier:
                 self._release(ticket)
                 raise
             ticket.fail(error)
-            self._end_after_failure(ticket, lane)
+            if ticket.end is not None:
+                self._timers.give_back(ticket.end)
+                ticket.end = None
+            self.end_late(ticket)
         ticket.state = TicketState.QUEUED
         ticket.after = ()
+
+    def end_late(self, ticket: StreamTicket) -> None:
+        """A piece was queued in part: it has ended when both streams of its lane pass this point.
+
+        Where even that fails, the ticket stays without an end: try again at the next look.
+        """
+        lane = self._lanes[ticket.lane]
+        joined, end = self._timers.take(), self._timers.take()
+        try:
+            self._runtime.record(joined, lane.kernels)
+            self._runtime.wait(lane.copies, joined)
+            self._runtime.record(end, lane.copies)
+        except Exception as error:
+            self._timers.give_back(end)
+            logger.error("job %d: nothing tells when it ends (%s)", ticket.piece.job_id, error)
+        else:
+            ticket.end = end
+        self._timers.give_back(joined)
 
     def finish(self, ticket: StreamTicket) -> None:
         """The device has let go of a piece."""
         piece = ticket.piece
         if ticket.error() is None and ticket.begun is not None and ticket.end is not None:
-            ticket.worked_s = self._runtime.elapsed_s(ticket.begun, ticket.end)
+            ticket.worked_s = self._elapsed_s(ticket.begun, ticket.end)
             if piece.any_checked:
                 self._conclude_checks(ticket)
         self._release(ticket)
@@ -97,6 +118,13 @@ class Carrier:
         self._lanes = {}
         self._groups = {}
         self._memory = self._checks = None
+
+    def _elapsed_s(self, begun: Event, end: Event) -> float:
+        try:
+            return self._runtime.elapsed_s(begun, end)
+        except Exception as error:
+            logger.debug("a piece could not be timed: %s", error)
+            return 0.0
 
     def _open_lane(self, lane: Lane) -> LaneStreams:
         priority = Priority.LOW if lane is Lane.STORES else Priority.HIGH
@@ -149,21 +177,6 @@ class Carrier:
         if method is Method.PACKED and not lane.stagings:
             method = Method.ZERO_COPY if ticket.pinned else Method.COPY_ENGINE
         return method
-
-    def _end_after_failure(self, ticket: StreamTicket, lane: LaneStreams) -> None:
-        """A part was queued: the piece has ended when both streams have passed this point."""
-        if ticket.end is not None:
-            self._timers.give_back(ticket.end)
-            ticket.end = None
-        try:
-            joined, end = self._timers.take(), self._timers.take()
-            self._runtime.record(joined, lane.kernels)
-            self._runtime.wait(lane.copies, joined)
-            self._timers.give_back(joined)
-            self._runtime.record(end, lane.copies)
-            ticket.end = end
-        except Exception as error:
-            logger.error("job %d: nothing can tell when it ends (%s)", ticket.piece.job_id, error)
 
     def _conclude_checks(self, ticket: StreamTicket) -> None:
         """Read what the kernels found, or do on the host what they could not reach."""

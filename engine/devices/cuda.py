@@ -15,6 +15,7 @@ it.)
 
 import logging
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
@@ -31,6 +32,7 @@ from .tickets import StreamMark, StreamTicket, TicketState
 logger = logging.getLogger(__name__)
 
 GIVE_WAY_S: Final = 0.005
+MAX_HOLD_TIMES: Final = 1024
 
 
 class StreamDevice:
@@ -54,7 +56,8 @@ class StreamDevice:
         self._carrier = Carrier(runtime, self._timers, staging_bytes)
         self._live: dict[StreamTicket, None] = {}
         self._waiting: dict[StreamTicket, None] = {}
-        self._holds: list[tuple[Event, Event]] = []
+        self._holds: deque[tuple[Event, Event]] = deque()
+        self._hold_times_s: deque[float] = deque(maxlen=MAX_HOLD_TIMES)
         self._closed = False
 
     # What the arena needs
@@ -100,7 +103,11 @@ class StreamDevice:
 
     def mark_compute(self) -> Mark:
         event = self._marks.take()
-        self._runtime.record(event, self._runtime.compute_stream())
+        try:
+            self._runtime.record(event, self._runtime.compute_stream())
+        except Exception:
+            self._marks.give_back(event)
+            raise
         mark = StreamMark(event, self._runtime)
         weakref.finalize(mark, self._marks.give_back, event).atexit = False
         return mark
@@ -124,6 +131,7 @@ class StreamDevice:
         live = self._started(tickets)
         if not live:
             return True
+        self._end_holds()
         compute = self._runtime.compute_stream()
         begun, ended = self._timers.take(), self._timers.take()
         try:
@@ -152,15 +160,8 @@ class StreamDevice:
         return True
 
     def take_hold_times_s(self) -> list[float]:
-        times, running = [], []
-        for begun, ended in self._holds:
-            if not self._is_done(ended):
-                running.append((begun, ended))
-                continue
-            times.append(self._runtime.elapsed_s(begun, ended))
-            self._timers.give_back(begun)
-            self._timers.give_back(ended)
-        self._holds = running
+        self._end_holds()
+        times, self._hold_times_s = list(self._hold_times_s), deque(maxlen=MAX_HOLD_TIMES)
         return times
 
     def close(self, timeout_s: float) -> bool:
@@ -170,7 +171,7 @@ class StreamDevice:
         if not self.wait(list(self._live), timeout_s):
             logger.error("%d transfers did not end: their memory is kept", len(self._live))
             return False
-        self.take_hold_times_s()
+        self._end_holds()
         self._carrier.close()
         self._runtime.close()
         return True
@@ -181,7 +182,9 @@ class StreamDevice:
         """Look whether a piece has ended, or whether a store has given way long enough."""
         if ticket.state is TicketState.WAITING:
             self._start_waiting()
-        elif ticket.end is not None:
+        elif ticket.end is None:
+            self._carrier.end_late(ticket)
+        else:
             try:
                 ended = self._runtime.is_done(ticket.end)
             except Exception as error:
@@ -257,6 +260,17 @@ class StreamDevice:
             return self._runtime.is_done(event)
         except Exception:
             return True  # whose error it is, its own ticket finds out
+
+    def _end_holds(self) -> None:
+        """Time the holds that are over: they end in the order of the compute stream."""
+        while self._holds and self._is_done(self._holds[0][1]):
+            begun, ended = self._holds.popleft()
+            try:
+                self._hold_times_s.append(self._runtime.elapsed_s(begun, ended))
+            except Exception as error:
+                logger.debug("a hold could not be timed: %s", error)
+            self._timers.give_back(begun)
+            self._timers.give_back(ended)
 
     def _finish(self, ticket: StreamTicket) -> None:
         del self._live[ticket]

@@ -28,12 +28,17 @@ from .runtime import Copies, Event, KernelLaunch, Runtime, Stream
 
 @dataclass(eq=False, slots=True)
 class Staging:
-    """One staging buffer in device memory; ``used`` once its events were recorded."""
+    """One staging buffer in device memory.
+
+    ``used`` once ``emptied`` was recorded. ``in_use`` from its filling until ``emptied`` is
+    recorded behind its emptying: still set when a piece failed in between.
+    """
 
     buffer: torch.Tensor
     filled: Event
     emptied: Event
     used: bool = False
+    in_use: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -114,15 +119,14 @@ class Move:
         kernels, copies = self.lane.kernels, self.lane.copies
         self._wait_for_compute(kernels)
         for whole, staging in self._staged_slices():
-            self._wait_until_emptied(kernels, staging)
+            self._take(staging, fills=kernels, empties=copies)
             for part, checked in self._parts(whole.first, whole.num_entries):
                 buffer = self._staged_from(staging, part.first - whole.first)
                 self._launch(kernels, self.launches.pack(part, checked, buffer))
             self.runtime.record(staging.filled, kernels)
             self.runtime.wait(copies, staging.filled)
             self._copy(copies, self._slice_copies(whole, staging))
-            self.runtime.record(staging.emptied, copies)
-            staging.used = True
+            self._give_back(staging, copies)
         return copies
 
     def _unpack(self) -> Stream:
@@ -130,15 +134,14 @@ class Move:
         kernels, copies = self.lane.kernels, self.lane.copies
         self._wait_for_compute(kernels)
         for whole, staging in self._staged_slices():
-            self._wait_until_emptied(copies, staging)
+            self._take(staging, fills=copies, empties=kernels)
             self._copy(copies, self._slice_copies(whole, staging))
             self.runtime.record(staging.filled, copies)
             self.runtime.wait(kernels, staging.filled)
             for part, checked in self._parts(whole.first, whole.num_entries):
                 buffer = self._staged_from(staging, part.first - whole.first)
                 self._launch(kernels, self.launches.unpack(part, checked, buffer))
-            self.runtime.record(staging.emptied, kernels)
-            staging.used = True
+            self._give_back(staging, kernels)
         return kernels
 
     def _wait_for_compute(self, stream: Stream) -> None:
@@ -146,9 +149,17 @@ class Move:
             self.runtime.wait(stream, event)
         self.runtime.record(self.begun, stream)
 
-    def _wait_until_emptied(self, stream: Stream, staging: Staging) -> None:
+    def _take(self, staging: Staging, *, fills: Stream, empties: Stream) -> None:
+        """Let the stream that fills a buffer wait until it is emptied."""
+        if staging.in_use:
+            self._give_back(staging, empties)  # a piece failed before it did
         if staging.used:
-            self.runtime.wait(stream, staging.emptied)
+            self.runtime.wait(fills, staging.emptied)
+        staging.in_use = True
+
+    def _give_back(self, staging: Staging, empties: Stream) -> None:
+        self.runtime.record(staging.emptied, empties)
+        staging.used, staging.in_use = True, False
 
     def _parts(self, first: int, count: int) -> Iterator[tuple[Slice, bool]]:
         """Cut where the checked entries end."""

@@ -161,7 +161,7 @@ class Simulation:
     def hold_when(self, matches: Callable[[Operation], bool]) -> Gate:
         """Delay what is queued from now on and matches; a gate never opened is work that hangs."""
         gate = Gate(matches)
-        self._gates.append(gate)
+        self._gates = [other for other in self._gates if not other.is_open] + [gate]
         return gate
 
     def fail_when(
@@ -169,7 +169,7 @@ class Simulation:
     ) -> Failing:
         """The next ``times`` operations that match fail: their destination becomes garbage."""
         failing = Failing(matches, error, times)
-        self._failing.append(failing)
+        self._failing = [other for other in self._failing if other.times > 0] + [failing]
         return failing
 
     def queue(

@@ -37,6 +37,7 @@ class Rig:
     mutate: type | None = None
     pinned: bool = True
     blocks_per_chunk: int = 2
+    strategies: object | None = None
 
     def __post_init__(self) -> None:
         self.runtime = SimulatedRuntime(self.simulation)
@@ -70,7 +71,7 @@ class Rig:
             Rank(0),
             self.options,
             clock=self.runtime.now_s,
-            chooser=Chooser(candidates),
+            chooser=self.strategies or Chooser(candidates),
         )
         self.reports: list[JobReport] = []
 

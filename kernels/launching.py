@@ -30,6 +30,9 @@ class _Direct(NamedTuple):
     metadata: Any
 
 
+_REGISTERS = 65536
+"""Of a multiprocessor, from sm_80 to sm_120: a program that wants more cannot be launched."""
+
 _variants: dict[tuple[Any, ...], _Direct] = {}
 """By kernel, device, which pointers are None, constexprs and warps."""
 
@@ -51,7 +54,9 @@ def compile_options(shape: TileShape, target: str) -> dict[str, int]:
     few more registers, for an occupancy that one persistent program a multiprocessor cannot use.
     """
     options = {"num_warps": shape.num_warps}
-    return options | {"maxnreg": 255} if target == "cuda" else options
+    if target == "cuda":
+        options["maxnreg"] = min(255, _REGISTERS // (32 * shape.num_warps))
+    return options
 
 
 @lru_cache(maxsize=1024)

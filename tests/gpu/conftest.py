@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kvferry.kernels.config import PLAIN, STAGED, CopyConfig
 
 pytest.register_assert_rewrite("suite_copy", "suite_pack", "suite_checksum")
 
@@ -22,3 +23,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> str:
     """Where the pages lie; host memory is pinned."""
     return "cuda:0"
+
+
+@pytest.fixture(params=[PLAIN, STAGED], ids=["plain", "staged"])
+def config(request: pytest.FixtureRequest) -> CopyConfig:
+    """Both ways through a multiprocessor: registers, and asynchronous copies."""
+    chosen: CopyConfig = request.param
+    return chosen

@@ -5,7 +5,6 @@ import torch
 from kvferry.kernels.checksum import op as checksum_op
 from kvferry.kernels.checksum import reference
 from kvferry.kernels.checksum.host import fragment_checksums
-from kvferry.kernels.config import PLAIN, STAGED
 from kvferry.kernels.copy import op as copy_op
 from kvferry.kernels.pack import op as pack_op
 from page_worlds import GUARD_BYTES, LAYOUTS, World, finish, layered, separate
@@ -39,7 +38,6 @@ def entries(world):
     return world.entries(3)
 
 
-@pytest.mark.parametrize("config", [PLAIN, STAGED], ids=["plain", "staged"])
 def test_store_writes_them(world, entries, config):
     before = world.storage.clone()
     copy_op.store(world.table, world.slots, entries, config=config, checksums=world.checksums)
@@ -75,7 +73,6 @@ def test_the_host_reads_slots_to_the_same_values(world, entries):
         assert (got[0] == row[first : first + world.table.num_fragments]).all()
 
 
-@pytest.mark.parametrize("config", [PLAIN, STAGED], ids=["plain", "staged"])
 def test_load_flags_exactly_the_entries_that_changed(world, entries, config):
     """First nothing is wrong; then one bit of the last byte of one entry in its slot."""
     copy_op.store(world.table, world.slots, entries, checksums=world.checksums)

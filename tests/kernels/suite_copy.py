@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kvferry.kernels.config import PLAIN, STAGED
+from kvferry.kernels.config import PLAIN
 from kvferry.kernels.copy import op, reference
 from kvferry.kernels.entries import Entries
 from kvferry.kernels.table import FragmentTable, HostSlots
@@ -46,7 +46,6 @@ def test_every_layout(device, layout, fill):
     check_both_ways(device, LAYOUTS[layout], seed=1, fill=fill)
 
 
-@pytest.mark.parametrize("config", [PLAIN, STAGED], ids=["plain", "staged"])
 @pytest.mark.parametrize("page_bytes", PAGE_SIZES)
 def test_every_page_size(device, page_bytes, config):
     pages = separate(4, [page_bytes] * (2 if page_bytes < 1 << 19 else 1))

@@ -6,6 +6,7 @@
 import os
 
 import pytest
+from kvferry.kernels.config import PLAIN, CopyConfig
 
 pytest.register_assert_rewrite("suite_copy", "suite_pack", "suite_checksum")
 
@@ -17,3 +18,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 def device() -> str:
     """Where the pages lie."""
     return "cpu"
+
+
+@pytest.fixture
+def config() -> CopyConfig:
+    """One will do: the interpreter knows no stages."""
+    return PLAIN

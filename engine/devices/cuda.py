@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
+import torch
+
 from ..errors import TransferError
 from ..layout import Layout
 from ..strategy import Method, Strategy
@@ -33,6 +35,13 @@ logger = logging.getLogger(__name__)
 
 GIVE_WAY_S: Final = 0.005
 MAX_HOLD_TIMES: Final = 1024
+
+
+def open_cuda(device: torch.device) -> "StreamDevice":
+    """The device for one GPU. Raises ValueError for anything that is not one."""
+    from .cuda_runtime import CudaRuntime  # asks for a driver, which a machine need not have
+
+    return StreamDevice(CudaRuntime(device))
 
 
 class StreamDevice:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..engine.layout import GroupLayout, Layout
+from ..engine.rules import GroupKind, GroupRule
 from ..engine.types import GroupId
 from ..kernels.table import Fragment
 from .plan_model import Attention, LayerCache
@@ -26,6 +27,13 @@ ITEM_BYTES: Final = {
 
 KV_LAYOUTS: Final = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """vLLM's physical layouts: layer, block, head, token, content from the outside in."""
+
+_KINDS: Final = {
+    Attention.FULL: GroupKind.FULL,
+    Attention.LATENT: GroupKind.FULL,
+    Attention.WINDOW: GroupKind.WINDOW,
+    Attention.CHUNKED: GroupKind.LOCAL,
+}
 
 _MOSTLY_EQUAL: Final = 1.5
 
@@ -44,14 +52,11 @@ class Group:
     def block_bytes(self) -> int:
         return self.num_layers * self.page_bytes
 
-    def blocks_for_hit(self, num_tokens: int, block_tokens: int) -> int:
-        """Blocks that have to be there so that ``num_tokens`` (whole blocks) need no computing."""
-        total = num_tokens // block_tokens
-        if self.attention is Attention.WINDOW:
-            return min(total, -(-(self.reach_tokens - 1) // block_tokens))
-        if self.attention is Attention.CHUNKED:
-            return total - num_tokens // self.reach_tokens * self.reach_tokens // block_tokens
-        return total
+    def rule(self, chunk_tokens: int) -> GroupRule:
+        """The engine's own rule for which chunks a hit needs."""
+        return GroupRule(
+            GroupId(0), _KINDS[self.attention], chunk_tokens, self.reach_tokens or None
+        )
 
 
 def groups_of(

@@ -103,10 +103,10 @@ class Prompts:
         return sorted([*rows, *([even] if even else [])], key=lambda row: row.prompt_tokens)
 
     def _load_bytes(self, hit_tokens: int) -> int:
-        """A chunk is loaded whole, so a window's first blocks may bring neighbours along."""
+        """What the chunks that the engine asks for hold."""
         per_chunk = self.chunk_tokens // self.block_tokens
         return sum(
-            -(-group.blocks_for_hit(hit_tokens, self.block_tokens) // per_chunk)
+            len(group.rule(self.chunk_tokens).needed_chunks(0, hit_tokens))
             * per_chunk
             * group.block_bytes
             for group in self.groups

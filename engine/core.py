@@ -24,6 +24,7 @@ from .geometry import GroupGeometry, LedgerView
 from .jobs import Ended, Jobs
 from .ledger import Ledger, WriteLease
 from .messages import JobOrder, StepOrders, StepReports
+from .offers import OfferCounter
 from .orders import order_of, refusal
 from .planner import Part, plan_load, sources
 from .policy import make_policy
@@ -44,10 +45,17 @@ Tables = Sequence[Sequence[BlockId]]
 
 @dataclass(frozen=True, slots=True)
 class CoreOptions:
-    """How the core decides. ``wait_s`` bounds how long a request waits for others' transfers."""
+    """How the core decides.
+
+    ``store_threshold``: a chunk is stored the n-th time that it is offered, of the
+    ``max_tracked_offers`` chunks whose offers are remembered. ``wait_s`` bounds how long a request
+    waits for others' transfers.
+    """
 
     policy: str = "lru"
     prompt_only: bool = False
+    store_threshold: int = 1
+    max_tracked_offers: int = 64_000
     wait_s: float = 5.0
 
 
@@ -68,6 +76,7 @@ class SchedulingCore:
         num_ids = max(geometry.group for geometry in groups) + 1
         self.ledger = Ledger(num_slots, num_ids, make_policy(self.options.policy, num_slots))
         self.jobs = Jobs(self.ledger, num_ranks)
+        self._offers = OfferCounter(self.options.store_threshold, self.options.max_tracked_offers)
         self._rules = tuple(geometry.rule for geometry in groups)
         self._boundary = boundary_of(self._rules)
         self._clock = clock
@@ -289,9 +298,9 @@ class SchedulingCore:
         self.ledger.touch(group, keys)
         wanted = sources(geometry, keys, absent, table, first, self._boundary)
         request.num_offered[index] = last
-        if not wanted:
+        new = self._offers.passing(group, wanted)
+        if not new:
             return None, None
-        new = list(wanted)
         lease = self.ledger.reserve(group, new, protect=self._own_prefix(request, last, len(new)))
         taken = len(lease.keys) if lease is not None else 0
         if taken < len(new):

@@ -5,46 +5,62 @@ Names follow vLLM's own connectors where the meaning is the same. Whatever is wr
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from ...engine.core import CoreOptions
+from . import option_values as values
 
 GIB = 1024**3
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*", re.IGNORECASE)
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+"""vLLM's physical layouts: layer, block, head, token, content."""
 
 Integrity = Literal["full", "sample", "off"]
 
 
+def _parsed_by(parser: values.Parser) -> dict[str, values.Parser]:
+    return {"parse": parser}
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a user can set in ``kv_connector_extra_config``.
+    """What a user can set in ``kv_connector_extra_config`` for either connector.
 
     ``cpu_bytes_to_use`` is for the whole server and is split over its ranks;
-    ``cpu_bytes_to_use_per_rank`` and ``num_cpu_blocks`` (slots, of any size) win over it, in this
-    order. ``integrity`` None leaves the choice to the device.
+    ``num_cpu_blocks`` (slots, of any size) and ``cpu_bytes_to_use_per_rank`` win over it, in this
+    order. ``integrity`` None leaves the choice to the device. ``kv_cache_layout`` is a layout that
+    vLLM is asked to prefer.
     """
 
-    cpu_bytes_to_use: int = 8 * GIB
-    cpu_bytes_to_use_per_rank: int | None = None
-    num_cpu_blocks: int | None = None
-    transfer_deadline_s: float = 60.0
-    integrity: Integrity | None = None
+    cpu_bytes_to_use: int = field(default=8 * GIB, metadata=_parsed_by(values.size))
+    cpu_bytes_to_use_per_rank: int | None = field(default=None, metadata=_parsed_by(values.size))
+    num_cpu_blocks: int | None = field(default=None, metadata=_parsed_by(values.count))
+    transfer_deadline_s: float = field(default=60.0, metadata=_parsed_by(values.seconds))
+    integrity: Integrity | None = field(
+        default=None, metadata=_parsed_by(values.one_of("full", "sample", "off"))
+    )
+    kv_cache_layout: str = field(
+        default="auto", metadata=_parsed_by(values.one_of("auto", *LAYOUTS))
+    )
 
     @classmethod
-    def parse(cls, extra_config: Mapping[str, Any]) -> "Options":
+    def parse(cls, extra_config: Mapping[str, Any]) -> Self:
         """Raises ValueError naming the first unknown key or bad value."""
-        allowed = [field.name for field in dataclasses.fields(cls)]
-        for key in extra_config:
-            if key not in allowed:
+        fields = {known.name: known for known in dataclasses.fields(cls)}
+        for key, given in extra_config.items():
+            if key not in fields:
                 raise ValueError(
-                    f"kv_connector_extra_config has the unknown key {key!r} "
-                    f"(value {extra_config[key]!r}); allowed: {', '.join(sorted(allowed))}"
+                    f"kv_connector_extra_config has the unknown key {key!r} (value {given!r}); "
+                    f"allowed: {', '.join(sorted(fields))}"
                 )
-        return cls(**{key: _PARSERS[key](key, value) for key, value in extra_config.items()})
+        return cls(
+            **{
+                key: fields[key].metadata["parse"](key, given)
+                for key, given in extra_config.items()
+            }
+        )
 
     def bytes_per_rank(self, num_ranks: int) -> int:
         """The host memory of one rank, when ``num_cpu_blocks`` does not say it."""
@@ -67,50 +83,59 @@ class Options:
             )
         return given // bytes_per_slot
 
+    def num_blocks_per_chunk(self, block_tokens: int) -> int:
+        """How many of vLLM's blocks of ``block_tokens`` make a chunk."""
+        return 1
 
-def _refuse(key: str, value: Any, allowed: str) -> ValueError:
-    return ValueError(f"kv_connector_extra_config: {key}={value!r}; allowed: {allowed}")
-
-
-def parse_bytes(key: str, value: Any) -> int:
-    """A size in bytes: a positive integer, or a string with a unit such as ``"64GiB"``."""
-    allowed = 'a positive number of bytes, or a size such as "64GiB", "512MiB", "8GB"'
-    if isinstance(value, str):
-        match = _SIZE.fullmatch(value)
-        if match is None:
-            raise _refuse(key, value, allowed)
-        size = int(float(match[1]) * _UNITS[match[2].upper()])
-    elif isinstance(value, int | float) and not isinstance(value, bool) and value == int(value):
-        size = int(value)  # JSON writers turn large integers into 6.4e10
-    else:
-        raise _refuse(key, value, allowed)
-    if size <= 0:
-        raise _refuse(key, value, allowed)
-    return size
+    def core_options(self) -> CoreOptions:
+        """What the scheduling core is told."""
+        return CoreOptions()
 
 
-def _parse_count(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _refuse(key, value, "a positive integer")
-    return value
+@dataclass(frozen=True, slots=True)
+class SimpleOptions(Options):
+    """Options of ``KVFerrySimpleConnector``."""
 
 
-def _parse_seconds(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
-        raise _refuse(key, value, "a number of seconds above 0 and below 1e6")
-    return float(value)
+@dataclass(frozen=True, slots=True)
+class OffloadingOptions(Options):
+    """Options of ``KVFerryOffloadingConnector``.
 
+    ``block_size`` is a chunk's length in tokens, ``blocks_per_chunk`` in vLLM's blocks; at most one
+    of them is given. ``store_threshold``: a chunk is stored the n-th time that it is offered, of
+    ``max_tracker_size`` chunks whose offers are remembered.
+    """
 
-def _parse_integrity(key: str, value: Any) -> Any:
-    if value not in get_args(Integrity):
-        raise _refuse(key, value, ", ".join(get_args(Integrity)))
-    return value
+    block_size: int | None = field(default=None, metadata=_parsed_by(values.count))
+    blocks_per_chunk: int | None = field(default=None, metadata=_parsed_by(values.count))
+    eviction_policy: str = field(default="lru", metadata=_parsed_by(values.text))
+    offload_prompt_only: bool = field(default=True, metadata=_parsed_by(values.flag))
+    store_threshold: int = field(default=1, metadata=_parsed_by(values.count))
+    max_tracker_size: int = field(default=64_000, metadata=_parsed_by(values.count))
 
+    def __post_init__(self) -> None:
+        if self.block_size is not None and self.blocks_per_chunk is not None:
+            raise ValueError(
+                f"kv_connector_extra_config has block_size={self.block_size} and "
+                f"blocks_per_chunk={self.blocks_per_chunk}; allowed: one of them"
+            )
 
-_PARSERS = {
-    "cpu_bytes_to_use": parse_bytes,
-    "cpu_bytes_to_use_per_rank": parse_bytes,
-    "num_cpu_blocks": _parse_count,
-    "transfer_deadline_s": _parse_seconds,
-    "integrity": _parse_integrity,
-}
+    def num_blocks_per_chunk(self, block_tokens: int) -> int:
+        """How many of vLLM's blocks of ``block_tokens`` make a chunk. Raises ValueError when
+        ``block_size`` is no multiple of them."""
+        if self.block_size is None:
+            return self.blocks_per_chunk or 1
+        if self.block_size % block_tokens:
+            raise ValueError(
+                f"kv_connector_extra_config: block_size={self.block_size}; allowed: a multiple of "
+                f"{block_tokens}, the tokens of a KV cache block"
+            )
+        return self.block_size // block_tokens
+
+    def core_options(self) -> CoreOptions:
+        return CoreOptions(
+            policy=self.eviction_policy,
+            prompt_only=self.offload_prompt_only,
+            store_threshold=self.store_threshold,
+            max_tracked_offers=self.max_tracker_size,
+        )

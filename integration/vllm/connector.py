@@ -25,6 +25,7 @@ from ...engine.core import SchedulingCore
 from ...engine.messages import StepOrders
 from ...engine.types import Rank
 from . import support
+from .caches import layout_from
 from .config import Options
 from .manager import OffloadManager
 from .metadata import OrdersMetadata, RankCapacity, ReportsMetadata
@@ -48,6 +49,7 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
     """One connector class for both roles; a subclass names its manager."""
 
     manager_type: ClassVar[type[OffloadManager]]
+    options_type: ClassVar[type[Options]]
     _cache_hit_source = CacheHitSource.HOST
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -64,9 +66,9 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
         support.check_config(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
-        self._options = Options.parse(transfer.kv_connector_extra_config or {})
+        self._options = self.options_type.parse(transfer.kv_connector_extra_config or {})
         self._num_ranks = vllm_config.parallel_config.world_size
-        self._groups = support.groups_from(kv_cache_config, vllm_config, 1)
+        self._groups = support.groups_from(kv_cache_config, vllm_config, self._options)
         self._manager: OffloadManager | None = None
         self._worker: OffloadWorker | None = None
         if not vllm_config.cache_config.enable_prefix_caching:
@@ -82,7 +84,7 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
                     transfer.kv_load_failure_policy,
                 )
             # A guess from rank 0's view, until the ranks have said how many slots they hold.
-            slot_bytes = support.estimated_slot_bytes(kv_cache_config, 1)
+            slot_bytes = support.estimated_slot_bytes(kv_cache_config, self._groups)
             self._set_num_slots(self._options.num_slots(slot_bytes, self._num_ranks))
 
     @property
@@ -99,10 +101,19 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
         counts = ", ".join(f"{name}={value}" for name, value in self.snapshot().items())
         return f"<{type(self).__name__} {self.role.name.lower()} {counts}>"
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """The layout that the option ``kv_cache_layout`` prefers; None leaves it to vLLM."""
+        transfer = vllm_config.kv_transfer_config
+        extra_config = transfer.kv_connector_extra_config if transfer is not None else {}
+        layout = cls.options_type.parse(extra_config or {}).kv_cache_layout
+        return None if layout == "auto" else layout
+
     # -- scheduler: start -------------------------------------------------------------------------
 
     def _set_num_slots(self, num_slots: int) -> None:
-        core = SchedulingCore(self._groups, num_slots, self._num_ranks)
+        options = self._options.core_options()
+        core = SchedulingCore(self._groups, num_slots, self._num_ranks, options)
         self._manager = self.manager_type(core)
 
     def set_xfer_handshake_metadata(
@@ -196,9 +207,9 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
         tp, pp = get_tp_group(), get_pp_group()
         rank = Rank(pp.rank_in_group * tp.world_size + tp.rank_in_group)
-        self._worker = OffloadWorker(
-            kv_caches, self._kv_cache_config, self._options, rank, self._num_ranks
-        )
+        blocks_per_chunk = {group.group: group.blocks_per_chunk for group in self._groups}
+        layout = layout_from(kv_caches, self._kv_cache_config, blocks_per_chunk)
+        self._worker = OffloadWorker(layout, self._options, rank, self._num_ranks)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return RankCapacity(self._worker.num_slots) if self._worker is not None else None

@@ -1,6 +1,7 @@
 """The ``vllm.general_plugins`` entry point: makes the connectors known to vLLM by name."""
 
 _CONNECTORS = {
+    "KVFerryOffloadingConnector": "kvferry.integration.vllm.offloading",
     "KVFerrySimpleConnector": "kvferry.integration.vllm.simple",
 }
 

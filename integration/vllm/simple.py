@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from . import views
+from .config import SimpleOptions
 from .connector import OffloadConnectorBase
 from .manager import OffloadManager
 
@@ -31,3 +32,4 @@ class KVFerrySimpleConnector(OffloadConnectorBase):
     """Stores every full block as it fills, and holds a hit from lookup to load."""
 
     manager_type = SimpleManager
+    options_type = SimpleOptions

@@ -4,6 +4,7 @@ Nothing is half supported: a model or a setting that is not listed here stops th
 serves a token, since a cache that is wrong now and then is worse than none.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import vllm
@@ -19,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
 from ...engine.geometry import GroupGeometry
 from ...engine.rules import GroupKind, GroupRule
 from ...engine.types import GroupId
+from .config import Options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,7 +57,7 @@ def check_config(vllm_config: "VllmConfig") -> None:
 
 
 def groups_from(
-    kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig", blocks_per_chunk: int
+    kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig", options: Options
 ) -> tuple[GroupGeometry, ...]:
     """The groups that are offloaded. Raises ValueError for a kind that is not supported."""
     _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -68,7 +70,7 @@ def groups_from(
         rule = GroupRule(
             GroupId(index),
             kind,
-            chunk_tokens=block_tokens * blocks_per_chunk,
+            chunk_tokens=block_tokens * options.num_blocks_per_chunk(block_tokens),
             window_tokens=window,
             retained_tokens=retained,
             draft=group.is_eagle_group,
@@ -94,12 +96,14 @@ def _kind_of(spec: "KVCacheSpec") -> tuple[GroupKind, int | None, int]:
     )
 
 
-def estimated_slot_bytes(kv_cache_config: "KVCacheConfig", blocks_per_chunk: int) -> int:
+def estimated_slot_bytes(kv_cache_config: "KVCacheConfig", groups: Sequence[GroupGeometry]) -> int:
     """Bytes of one chunk as the scheduler sees it: a guess until the ranks have reported theirs."""
-    return blocks_per_chunk * max(
-        int(_one_layer(group.kv_cache_spec).page_size_bytes) * len(group.layer_names)
-        for group in kv_cache_config.prefix_cacheable_groups
-    )
+    sizes = []
+    for geometry in groups:
+        group = kv_cache_config.kv_cache_groups[geometry.group]
+        page_bytes = int(_one_layer(group.kv_cache_spec).page_size_bytes)
+        sizes.append(page_bytes * len(group.layer_names) * geometry.blocks_per_chunk)
+    return max(sizes)
 
 
 def _one_layer(spec: "KVCacheSpec") -> "KVCacheSpec":

@@ -1,20 +1,15 @@
 """The worker's side of a connector: vLLM's worker hooks -> the transfer engine of one rank."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from ...engine.arena import Arena
 from ...engine.devices.base import Device
 from ...engine.devices.cpu import CpuDevice
+from ...engine.layout import Layout
 from ...engine.messages import JobReport, StepOrders, StepReports
 from ...engine.transfer import TransferEngine, TransferOptions
 from ...engine.types import NO_BLOCK, NO_JOB, BlockId, Direction, JobId, Rank, RequestId
-from .caches import layout_from
 from .config import Options
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -27,15 +22,14 @@ class OffloadWorker:
 
     def __init__(
         self,
-        kv_caches: dict[str, torch.Tensor],
-        kv_cache_config: "KVCacheConfig",
+        layout: Layout,
         options: Options,
         rank: Rank,
         num_ranks: int,
     ) -> None:
-        """Raises ValueError for a cache that is not supported or memory too small for one slot."""
-        layout = layout_from(kv_caches, kv_cache_config)
-        device = _device_of(next(iter(kv_caches.values())))
+        """Raises ValueError for a device that is not supported or memory too small for a slot, and
+        ``CapacityError`` for more memory than there is."""
+        device = _device_of(layout.tensors[0])
         integrity = options.integrity or "sample"
         checksums = integrity != "off"
         self.num_slots = options.num_slots(layout.bytes_per_slot(checksums=checksums), num_ranks)
@@ -54,7 +48,7 @@ class OffloadWorker:
         )
         # On the CPU compute is in program order, so a store can start as soon as its forward has
         # returned; on a GPU it starts a step later, behind the sampled tokens' way out.
-        self._defer_stores = kv_cache_on_gpu(kv_caches)
+        self._defer_stores = layout.tensors[0].is_cuda
         self._loads: dict[JobId, tuple[RequestId, tuple[BlockId, ...]]] = {}
         self._reports: list[JobReport] = []
         self._finished_loads: set[RequestId] = set()
@@ -125,10 +119,6 @@ class OffloadWorker:
 
     def close(self) -> None:
         self._engine.close()
-
-
-def kv_cache_on_gpu(kv_caches: dict[str, torch.Tensor]) -> bool:
-    return any(cache.is_cuda for cache in kv_caches.values())
 
 
 def _device_of(cache: torch.Tensor) -> Device:

@@ -2,6 +2,8 @@
 
 import pytest
 
+pytest.register_assert_rewrite("simulator_rig", "suite_device")
+
 
 @pytest.fixture
 def make_rig():

@@ -47,6 +47,14 @@ def check_places(
             )
 
 
+def check_current(device: torch.device) -> None:
+    """Kernels go to the current GPU, so the pages must be on that one."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"the pages are on {device}, the current device is cuda:{torch.cuda.current_device()}"
+        )
+
+
 def check_slots(slots: HostSlots, table: FragmentTable) -> None:
     """A slot holds a chunk of this table, and the kernels can reach it."""
     needed = slots.blocks_per_chunk * table.block_bytes

@@ -56,7 +56,6 @@ class FragmentTable:
         self.block_bytes = sum(self.fragment_bytes)
         self.max_fragment_bytes = max(self.fragment_bytes)
         self.access_bytes = _access_bytes(self.fragments, num_blocks)
-        self.device = torch.device(device)
         self._owned = tuple(owned)
         self.records = torch.tensor(
             [
@@ -66,8 +65,9 @@ class FragmentTable:
                 self.offsets_bytes,
             ],
             dtype=torch.int64,
-            device=self.device,
+            device=device,
         )
+        self.device = self.records.device
 
     @classmethod
     def from_views(cls, views: Sequence[torch.Tensor]) -> "FragmentTable":

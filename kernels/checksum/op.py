@@ -2,7 +2,14 @@
 
 import torch
 
-from ..checks import check_blocks, check_checksums, check_flags, check_places, check_reachable
+from ..checks import (
+    check_blocks,
+    check_checksums,
+    check_current,
+    check_flags,
+    check_places,
+    check_reachable,
+)
 from ..config import PACK, CopyConfig
 from ..entries import Entries
 from ..slices import SLICE_BYTES, slices
@@ -51,6 +58,7 @@ def verify(
 def _check(
     table: FragmentTable, entries: Entries, checksums: ChecksumSlots, *, are_destinations: bool
 ) -> None:
+    check_current(table.device)
     check_reachable("entries", entries.records, table.device)
     check_checksums(checksums, table)
     if entries.num_entries:

@@ -10,6 +10,7 @@ from ..checks import (
     check_aligned,
     check_blocks,
     check_checksums,
+    check_current,
     check_flags,
     check_places,
     check_reachable,
@@ -97,6 +98,7 @@ def _check_memory(
     check_slots(slots, table)
     check_aligned("slot memory", slots.memory.data_ptr(), table)
     check_aligned("slot stride", slots.slot_stride_bytes, table)
+    check_current(table.device)
     check_reachable("entries", entries.records, table.device)
     if checksums is not None:
         check_checksums(checksums, table, slots)

@@ -10,6 +10,7 @@ import torch
 from ..checks import (
     check_blocks,
     check_checksums,
+    check_current,
     check_flags,
     check_places,
     check_reachable,
@@ -71,6 +72,7 @@ def check_pack(
     table: FragmentTable, entries: Entries, checksums: ChecksumSlots | None = None
 ) -> None:
     """Raise ``ValueError`` for entries that must not be packed."""
+    check_current(table.device)
     check_reachable("entries", entries.records, table.device)
     if checksums is not None:
         check_checksums(checksums, table)
@@ -89,6 +91,7 @@ def check_unpack(
     flags: torch.Tensor | None = None,
 ) -> None:
     """Raise ``ValueError`` for entries that must not be unpacked."""
+    check_current(table.device)
     check_reachable("entries", entries.records, table.device)
     check_flags(flags, checksums, entries, table.device)
     if checksums is not None:

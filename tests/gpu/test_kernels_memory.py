@@ -47,3 +47,9 @@ def test_work_goes_to_the_current_stream(world, device):
     for _, slot, _, _ in entries.records.tolist():
         begin = slot * world.slots.slot_stride_bytes
         assert (world.memory[begin : begin + 128] == 7).all()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_pages_of_another_gpu_than_the_current_are_refused(world):
+    with torch.cuda.device(1), pytest.raises(ValueError, match="the current device is cuda:1"):
+        copy_op.store(world.table, world.slots, world.entries(1))

@@ -9,7 +9,7 @@ from kvferry.engine.devices.runtime import Priority
 from kvferry.engine.errors import TransferError
 from kvferry.engine.layout import GroupLayout, Layout
 from kvferry.engine.messages import JobOrder, Segment
-from kvferry.engine.strategy import Chooser, Strategy
+from kvferry.engine.strategy import Chooser, Method, Strategy
 from kvferry.engine.transfer import TransferEngine, TransferOptions
 from kvferry.engine.types import BlockId, Direction, GroupId, JobId, Rank, SlotId
 from kvferry.kernels.table import Fragment
@@ -153,6 +153,17 @@ def make_world():
     yield make
     for world in worlds:
         world.engine.close()
+
+
+def test_a_hold_is_as_long_as_compute_stood_still(make_world):
+    world = make_world(Method.PACKED)
+    world.write([0, 1], [1, 2], slow=True)
+    world.store(1, [0, 1], [0])
+    world.flush(1)
+    world.finish()
+    snapshot = world.engine.snapshot()
+    assert snapshot["flushes"] == 1
+    assert snapshot["flush_p50_s"] > 0
 
 
 def test_what_a_failed_registration_leaves_behind():

@@ -19,8 +19,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from ...engine.layout import SLOT_ALIGNMENT_BYTES
 from ...engine.types import Rank
-from . import worker
-from .config import parse_bytes
+from . import option_values, worker
 from .spec_manager import KVFerryOffloadingManager
 from .spec_worker import KVFerryOffloadingWorker
 
@@ -152,7 +151,7 @@ class KVFerryOffloadingSpec(OffloadingSpec):
                 "cpu_bytes_to_use_per_rank or num_cpu_blocks"
             )
         # vLLM's --kv-offloading-size comes as a float that need not be whole.
-        total = parse_bytes(name, int(given) if isinstance(given, float) else given)
+        total = option_values.size(name, int(given) if isinstance(given, float) else given)
         num_chunks = total // slot_bytes
         if name == "cpu_bytes_to_use":
             num_chunks = total // self._num_ranks // slot_bytes

@@ -50,6 +50,7 @@ class Step:
     ``zeroed`` are new blocks, ``copied`` copy-on-write pairs (source, target). The forward reads
     the blocks ``read`` and fills the blocks ``written`` with a byte each. Without a forward the
     step exists for the connector alone. ``sync_loads``: the forward needs this step's loads.
+    ``late_save``: the first runner with a draft model, which saves after the drafts are made.
     """
 
     zeroed: Sequence[int] = ()
@@ -58,6 +59,7 @@ class Step:
     written: Mapping[int, int] = field(default_factory=dict)
     forward: bool = True
     sync_loads: bool = False
+    late_save: bool = False
 
 
 class SimulatedWorker:
@@ -93,10 +95,13 @@ class SimulatedWorker:
             self._sample(step)
         if not step.sync_loads:
             hooks.start_load_kv()
-        hooks.wait_for_save()
+        if not step.late_save:
+            hooks.wait_for_save()
         hooks.get_finished()
         if self.order is RunnerOrder.FIRST:
             self._sample(step)
+        if step.late_save:
+            hooks.wait_for_save()
         self.num_steps += 1
 
     def wait_for_output(self, lag: int = 0) -> None:

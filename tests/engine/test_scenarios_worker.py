@@ -34,13 +34,14 @@ def settle(rig, num_jobs):
 @seeds
 @each_order
 @each_method
+@pytest.mark.parametrize("late_save", [True, False], ids=["late_save", "save"])
 @pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "at_once"])
-def test_s1_a_store_takes_what_compute_wrote(make_rig, method, order, seed, deferred):
+def test_s1_a_store_takes_what_compute_wrote(make_rig, method, order, seed, deferred, late_save):
     rig = make_rig(seed, method=method, order=order)
     for turn in range(8):
         written = {0: 10 + turn, 1: 60 + turn}
         rig.worker.run(
-            Step(written=written),
+            Step(written=written, late_save=late_save),
             StepHooks(rig, stores=[(turn, [0, 1], [turn])], deferred=deferred),
         )
         rig.worker.run(Step(read=[0, 1]), StepHooks(rig, flush=[turn]))
@@ -153,6 +154,17 @@ def test_s4_the_second_runner_zeroes_before_it_lets_us_flush(make_rig, method):
     rig.worker.run(Step(written={0: 10, 1: 11}), hooks)
     rig.worker.run(Step(zeroed=[0, 1], written={0: 90, 1: 91}), StepHooks(rig, flush=[1]))
     assert {race.second.name for race in rig.simulation.races} == {"zero of step 1"}
+
+
+@seeds
+@each_method
+def test_s4_under_the_second_runner_a_deferred_store_reads_zeros(make_rig, method, seed):
+    """No race to report here: it is in order, after the zeroing."""
+    rig = make_rig(seed, method=method, num_blocks=4, order=RunnerOrder.SECOND)
+    rig.worker.run(Step(written={0: 10, 1: 11}), StepHooks(rig, stores=[(1, [0, 1], [0])]))
+    rig.worker.run(Step(zeroed=[0, 1]), StepHooks(rig, flush=[1]))
+    assert settle(rig, 1) == {1: None}
+    assert rig.slot(0).unique().tolist() == [0]
 
 
 @seeds

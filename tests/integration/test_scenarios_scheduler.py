@@ -3,12 +3,15 @@
 Each test says which scenario it is (S4, ...), with the outcome that is right.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kvferry.engine.messages import JobReport
 from kvferry.engine.types import Direction, Rank
+from kvferry.integration.vllm import KVFerrySimpleConnector
 from real_scheduler import Engine, changed, tokens
 from vllm.v1.request import RequestStatus
 
@@ -16,6 +19,22 @@ from vllm.v1.request import RequestStatus
 @pytest.fixture(params=["sync", "async"])
 def async_scheduling(request: pytest.FixtureRequest) -> bool:
     return bool(request.param == "async")
+
+
+CONNECTORS: dict[str, dict[str, Any]] = {
+    "simple": {"connector": "KVFerrySimpleConnector"},
+    "offloading": {
+        "connector": "KVFerryOffloadingConnector",
+        "extra_config": {"offload_prompt_only": False},
+    },
+}
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(params=CONNECTORS)
+def make_engine(request: pytest.FixtureRequest, model_config_dir: Path) -> MakeEngine:
+    return partial(Engine, model_config_dir, **CONNECTORS[request.param])
 
 
 def stored_tokens(engine: Engine, prompt: list[int]) -> int:
@@ -28,9 +47,9 @@ def stored_tokens(engine: Engine, prompt: list[int]) -> int:
 
 
 def test_s4_a_store_in_flight_is_flushed_before_its_blocks_are_given_away(
-    model_config_dir: Path, async_scheduling: bool
+    make_engine: MakeEngine, async_scheduling: bool
 ) -> None:
-    engine = Engine(model_config_dir, num_blocks=5, async_scheduling=async_scheduling)
+    engine = make_engine(num_blocks=5, async_scheduling=async_scheduling)
     first = tokens(0, 8)
     engine.add("a", [*first, 1], max_tokens=6)
     engine.step()
@@ -50,14 +69,15 @@ def test_s4_a_store_in_flight_is_flushed_before_its_blocks_are_given_away(
 
 
 def test_s5_a_preempted_request_comes_back_while_its_store_is_pending(
-    model_config_dir: Path, async_scheduling: bool
+    make_engine: MakeEngine, async_scheduling: bool
 ) -> None:
-    engine = Engine(model_config_dir, num_blocks=60, async_scheduling=async_scheduling)
+    engine = make_engine(num_blocks=60, async_scheduling=async_scheduling)
     request = engine.add("a", tokens(0, 13), max_tokens=6)
     engine.step()
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     for _ in range(20):  # its store is never reported in this time: it computes again
         engine.step()
+        engine.now_s += 1.0  # the general connector gives up waiting for it
     assert request.is_finished()
     assert request.num_output_tokens == 6
     engine.run()
@@ -65,10 +85,10 @@ def test_s5_a_preempted_request_comes_back_while_its_store_is_pending(
 
 
 def test_s6_the_last_block_is_stored_flushed_before_reuse_and_served(
-    model_config_dir: Path, async_scheduling: bool
+    make_engine: MakeEngine, async_scheduling: bool
 ) -> None:
     """A block fills on the final step, and the next step gives it to somebody else."""
-    engine = Engine(model_config_dir, num_blocks=4, async_scheduling=async_scheduling)
+    engine = make_engine(num_blocks=4, async_scheduling=async_scheduling)
     prompt = tokens(0, 7)
     engine.add("a", prompt, max_tokens=2)  # computes 8 tokens: two full blocks, one by decoding
     for _ in range(10):
@@ -87,9 +107,9 @@ def test_s6_the_last_block_is_stored_flushed_before_reuse_and_served(
     engine.check_idle()
 
 
-def test_s7_blocks_given_to_another_connector_are_fenced(model_config_dir: Path) -> None:
+def test_s7_blocks_given_to_another_connector_are_fenced(make_engine: MakeEngine) -> None:
     """A store is pending on X; X is allocated with 0 external tokens of ours."""
-    engine = Engine(model_config_dir)
+    engine = make_engine()
     engine.add("a", tokens(0, 9), max_tokens=1)
     engine.step()
     (store,) = engine.ranks.of(Direction.STORE)
@@ -106,27 +126,31 @@ def test_s7_blocks_given_to_another_connector_are_fenced(model_config_dir: Path)
     engine.check_idle()
 
 
-def test_s9_a_hit_is_not_evicted_between_lookup_and_allocation(model_config_dir: Path) -> None:
-    engine = Engine(model_config_dir, num_slots=2)
+def test_s9_a_hit_is_not_evicted_between_lookup_and_allocation(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_slots=2)
     prompt = tokens(0, 8)
     engine.add("warm", [*prompt, 1])
     engine.run()
     engine.reset_gpu_cache()
     hit = engine.request("a", [*prompt, 2])
     assert engine.connector.get_num_new_matched_tokens(hit, 0) == (8, True)
+    pinned = engine.snapshot()["reading"] == 2  # the general connector only peeks
+    assert pinned == isinstance(engine.connector, KVFerrySimpleConnector)
     engine.add("b", tokens(1, 9))  # wants both slots
     engine.run()
-    assert stored_tokens(engine, prompt) == 8
-    assert engine.snapshot()["evicted_chunks"] == 0
-    assert engine.snapshot()["reading"] == 2
+    evicted = 0 if pinned else 2
+    assert engine.snapshot()["evicted_chunks"] == evicted
+    assert stored_tokens(engine, prompt) == 8 - 4 * evicted
+    answer = engine.connector.get_num_new_matched_tokens(hit, 0)
+    assert answer == ((8, True) if pinned else (0, False))
     engine.connector.request_finished_all_groups(hit, ([],))
     engine.check_idle()
 
 
 def test_s10_a_store_is_not_acknowledged_by_a_step_without_a_forward(
-    model_config_dir: Path, async_scheduling: bool
+    make_engine: MakeEngine, async_scheduling: bool
 ) -> None:
-    engine = Engine(model_config_dir, async_scheduling=async_scheduling)
+    engine = make_engine(async_scheduling=async_scheduling)
     engine.add("a", tokens(0, 8))
     for _ in range(5):
         engine.step()  # the last of these schedule nothing
@@ -138,10 +162,10 @@ def test_s10_a_store_is_not_acknowledged_by_a_step_without_a_forward(
 
 
 def test_s11_every_full_block_is_stored_once_its_hash_exists(
-    model_config_dir: Path, async_scheduling: bool
+    make_engine: MakeEngine, async_scheduling: bool
 ) -> None:
     """Prompt 3, decode 6: the hash of a block comes a step late under async scheduling."""
-    engine = Engine(model_config_dir, async_scheduling=async_scheduling)
+    engine = make_engine(async_scheduling=async_scheduling)
     prompt = tokens(0, 3)
     engine.add("a", prompt, max_tokens=6)
     engine.run()
@@ -151,25 +175,74 @@ def test_s11_every_full_block_is_stored_once_its_hash_exists(
 
 
 def test_s15_a_store_that_never_completes_serves_nobody_and_blocks_nobody(
-    model_config_dir: Path,
+    make_engine: MakeEngine,
 ) -> None:
-    engine = Engine(model_config_dir)
+    engine = make_engine()
     prompt = tokens(0, 8)
     engine.add("a", [*prompt, 1])
     engine.step()
     engine.reset_gpu_cache()
     follower = engine.add("b", [*prompt, 2])
-    for _ in range(5):
+    for _ in range(10):
         engine.step()
+        engine.now_s += 1.0
     assert follower.is_finished()
     assert engine.snapshot()["loaded_chunks"] == 0
     engine.run()
     engine.check_idle()
 
 
-def test_s16_a_reset_with_a_store_and_a_load_in_flight(model_config_dir: Path) -> None:
+def test_s14_followers_of_a_load_in_flight_wait_once_and_then_run(model_config_dir: Path) -> None:
+    """50 requests with the same prefix, in the host only: it is loaded once."""
+    engine = Engine(model_config_dir, connector="KVFerryOffloadingConnector")
+    prompt = tokens(0, 40)
+    engine.add("warm", [*prompt, 1])
+    engine.run()
+    engine.reset_gpu_cache()
+    followers = [engine.add(f"r{i}", [*prompt, 2 + i]) for i in range(50)]
+    engine.step()
+    assert len(engine.ranks.of(Direction.LOAD)) == 1
+    for _ in range(3):
+        engine.step()
+    assert len(engine.ranks.of(Direction.LOAD)) == 1
+    engine.run()
+    assert all(follower.is_finished() for follower in followers)
+    assert engine.snapshot()["loaded_chunks"] == 10
+    engine.check_idle()
+
+
+def test_a_chunk_being_stored_is_waited_for_and_then_loaded(model_config_dir: Path) -> None:
+    engine = Engine(model_config_dir, connector="KVFerryOffloadingConnector")
+    prompt = tokens(0, 8)
+    engine.add("a", [*prompt, 1])
+    engine.step()
+    engine.reset_gpu_cache()
+    follower = engine.request("b", [*prompt, 2])
+    assert engine.connector.get_num_new_matched_tokens(follower, 0) == (None, False)
+    engine.ranks.complete_all()
+    engine.step()
+    assert engine.connector.get_num_new_matched_tokens(follower, 0) == (8, True)
+
+
+def test_jobs_that_start_meanwhile_do_not_prolong_the_wait(model_config_dir: Path) -> None:
+    engine = Engine(model_config_dir, connector="KVFerryOffloadingConnector")
+    prompt = tokens(0, 8)
+    engine.add("a", [*prompt, 1])
+    engine.step()
+    (first,) = engine.ranks.of(Direction.STORE)
+    engine.reset_gpu_cache()
+    follower = engine.request("b", [*prompt, 2])
+    assert engine.connector.get_num_new_matched_tokens(follower, 0) == (None, False)
+    engine.ranks.complete(first.job_id, error="told to fail")
+    engine.step()
+    engine.add("c", [*prompt, 3])  # stores the same chunks anew, and never reports it
+    engine.step()
+    assert engine.connector.get_num_new_matched_tokens(follower, 0) == (0, False)
+
+
+def test_s16_a_reset_with_a_store_and_a_load_in_flight(make_engine: MakeEngine) -> None:
     """Nothing old is served; slots come back; the load that was begun completes first."""
-    engine = Engine(model_config_dir, num_slots=8)
+    engine = make_engine(num_slots=8)
     loaded, stored = tokens(0, 8), tokens(1, 8)
     engine.add("warm", [*loaded, 1])
     engine.run()
@@ -194,8 +267,8 @@ def test_s16_a_reset_with_a_store_and_a_load_in_flight(model_config_dir: Path) -
     engine.check_idle()
 
 
-def test_a_request_that_starts_over_after_a_reset_is_stored_again(model_config_dir: Path) -> None:
-    engine = Engine(model_config_dir)
+def test_a_request_that_starts_over_after_a_reset_is_stored_again(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     prompt = tokens(0, 8)
     engine.add("a", [*prompt, 1], max_tokens=4)
     engine.step()
@@ -209,9 +282,9 @@ def test_a_request_that_starts_over_after_a_reset_is_stored_again(model_config_d
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_s20_a_failed_load_is_recomputed_or_fails_alone_and_is_not_offered_again(
-    model_config_dir: Path, policy: str
+    make_engine: MakeEngine, policy: str
 ) -> None:
-    engine = Engine(model_config_dir, policy=policy)
+    engine = make_engine(policy=policy)
     prompt = tokens(0, 8)
     engine.add("warm", [*prompt, 1])
     engine.run()
@@ -233,8 +306,8 @@ def test_s20_a_failed_load_is_recomputed_or_fails_alone_and_is_not_offered_again
     engine.check_idle()
 
 
-def test_s21_failed_stores_are_never_served(model_config_dir: Path) -> None:
-    engine = Engine(model_config_dir)
+def test_s21_failed_stores_are_never_served(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     for i in range(9):
         engine.add(f"r{i}", tokens(i, 9))
         engine.step()
@@ -247,8 +320,8 @@ def test_s21_failed_stores_are_never_served(model_config_dir: Path) -> None:
     engine.check_idle()
 
 
-def test_s23_per_request_state_returns_to_zero(model_config_dir: Path) -> None:
-    engine = Engine(model_config_dir, num_slots=16)
+def test_s23_per_request_state_returns_to_zero(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_slots=16)
     for i in range(1000):
         engine.add(f"r{i}", tokens(i % 50, 9))
         engine.step()
@@ -258,9 +331,9 @@ def test_s23_per_request_state_returns_to_zero(model_config_dir: Path) -> None:
 
 
 def test_s26_a_load_past_its_deadline_wakes_its_request_and_keeps_its_slots_doomed(
-    model_config_dir: Path,
+    make_engine: MakeEngine,
 ) -> None:
-    engine = Engine(model_config_dir)
+    engine = make_engine()
     prompt = tokens(0, 8)
     engine.add("warm", [*prompt, 1])
     engine.run()
@@ -287,9 +360,9 @@ def test_s26_a_load_past_its_deadline_wakes_its_request_and_keeps_its_slots_doom
 
 
 def test_an_abort_while_loading_gives_everything_back(
-    model_config_dir: Path, async_scheduling: bool
+    make_engine: MakeEngine, async_scheduling: bool
 ) -> None:
-    engine = Engine(model_config_dir, async_scheduling=async_scheduling)
+    engine = make_engine(async_scheduling=async_scheduling)
     prompt = tokens(0, 8)
     engine.add("warm", [*prompt, 1])
     engine.run()
@@ -309,9 +382,9 @@ def test_an_abort_while_loading_gives_everything_back(
     engine.check_idle()
 
 
-def test_an_abort_while_waiting_drops_the_pin(model_config_dir: Path) -> None:
+def test_an_abort_while_waiting_drops_the_pin(make_engine: MakeEngine) -> None:
     """Nothing could be allocated for the hit; the request goes away while it waits."""
-    engine = Engine(model_config_dir, num_blocks=6)
+    engine = make_engine(num_blocks=6)
     prompt = tokens(0, 8)
     engine.add("warm", [*prompt, 1])
     engine.run()
@@ -321,15 +394,16 @@ def test_an_abort_while_waiting_drops_the_pin(model_config_dir: Path) -> None:
     engine.ranks.complete_all()
     engine.add("a", [*prompt, 2])
     engine.step()
-    assert engine.snapshot()["reading"] == 2
+    pins = isinstance(engine.connector, KVFerrySimpleConnector)
+    assert engine.snapshot()["reading"] == (2 if pins else 0)
     engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
     assert engine.snapshot()["reading"] == 0
     engine.run()
     engine.check_idle()
 
 
-def test_fewer_tokens_taken_than_answered_releases_the_rest(model_config_dir: Path) -> None:
-    engine = Engine(model_config_dir)
+def test_fewer_tokens_taken_than_answered_releases_the_rest(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     prompt = tokens(0, 12)
     engine.add("warm", [*prompt, 1])
     engine.run()
@@ -341,8 +415,8 @@ def test_fewer_tokens_taken_than_answered_releases_the_rest(model_config_dir: Pa
     assert (engine.snapshot()["reading"], engine.snapshot()["leases"]) == (1, 1)
 
 
-def test_a_chunk_that_is_there_is_never_stored_twice(model_config_dir: Path) -> None:
-    engine = Engine(model_config_dir)
+def test_a_chunk_that_is_there_is_never_stored_twice(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     prompt = tokens(0, 8)
     for i in range(4):
         engine.add(f"r{i}", [*prompt, i])
@@ -351,8 +425,8 @@ def test_a_chunk_that_is_there_is_never_stored_twice(model_config_dir: Path) -> 
     assert engine.snapshot()["stored_chunks"] == 2
 
 
-def test_a_prompt_in_pieces_is_stored_whole(model_config_dir: Path) -> None:
-    engine = Engine(model_config_dir, max_batched_tokens=5)
+def test_a_prompt_in_pieces_is_stored_whole(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_batched_tokens=5)
     prompt = tokens(0, 22)
     engine.add("a", prompt)
     engine.run()
@@ -360,9 +434,9 @@ def test_a_prompt_in_pieces_is_stored_whole(model_config_dir: Path) -> None:
     engine.check_idle()
 
 
-def test_a_request_larger_than_the_pool_keeps_its_own_prefix(model_config_dir: Path) -> None:
+def test_a_request_larger_than_the_pool_keeps_its_own_prefix(make_engine: MakeEngine) -> None:
     """Storing the tail must not evict the head of the same prompt, which it is useless without."""
-    engine = Engine(model_config_dir, num_slots=3, max_batched_tokens=8)
+    engine = make_engine(num_slots=3, max_batched_tokens=8)
     prompt = tokens(0, 40)
     engine.add("a", prompt, max_tokens=8)
     engine.run()
@@ -370,8 +444,8 @@ def test_a_request_larger_than_the_pool_keeps_its_own_prefix(model_config_dir: P
     engine.check_idle()
 
 
-def test_a_job_ends_when_every_rank_has_reported(model_config_dir: Path) -> None:
-    engine = Engine(model_config_dir, num_ranks=2)
+def test_a_job_ends_when_every_rank_has_reported(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_ranks=2)
     engine.add("a", tokens(0, 9))
     engine.step()
     (store,) = engine.ranks.of(Direction.STORE)
@@ -384,11 +458,11 @@ def test_a_job_ends_when_every_rank_has_reported(model_config_dir: Path) -> None
     assert engine.snapshot()["ready"] == 2
 
 
-def test_ranks_that_hold_less_decide_for_all(model_config_dir: Path) -> None:
+def test_ranks_that_hold_less_decide_for_all(make_engine: MakeEngine) -> None:
     """S13: the ledger is as large as the smallest rank."""
     from kvferry.integration.vllm.metadata import RankCapacity
 
-    engine = Engine(model_config_dir, num_ranks=2)
+    engine = make_engine(num_ranks=2)
     capacities: dict[tuple[int, int], Any] = {(0, 0): RankCapacity(12), (1, 0): RankCapacity(10)}
     engine.connector.set_xfer_handshake_metadata_pp_aware(capacities)
     assert engine.snapshot()["free"] == 10

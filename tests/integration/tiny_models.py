@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 BLOCK_TOKENS = 32
 VOCABULARY = 256
+WINDOW_TOKENS = 64
 
 _COMMON = {
     "hidden_size": 128,
@@ -40,7 +41,61 @@ def _llama() -> transformers.PretrainedConfig:
     return transformers.LlamaConfig(**_COMMON)
 
 
-CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {"llama": _llama}
+def _mistral() -> transformers.PretrainedConfig:
+    """One group, every layer with a window."""
+    return transformers.MistralConfig(**_COMMON, sliding_window=WINDOW_TOKENS)
+
+
+def _gemma3() -> transformers.PretrainedConfig:
+    """Windows and full attention, four layers to two: three groups."""
+    return transformers.Gemma3TextConfig(
+        **{**_COMMON, "num_hidden_layers": 6},
+        layer_types=_kinds("ssfssf"),
+        sliding_window=WINDOW_TOKENS,
+        query_pre_attn_scalar=32,
+    )
+
+
+def _gpt_oss() -> transformers.PretrainedConfig:
+    """Windows and full attention in turn, with attention sinks and experts: two groups."""
+    return transformers.GptOssConfig(
+        **_COMMON,
+        layer_types=_kinds("sfsf"),
+        sliding_window=WINDOW_TOKENS,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+
+
+def _mla() -> transformers.PretrainedConfig:
+    """One latent for all heads. vLLM's CPU backend wants the sizes of DeepSeek's latent, takes
+    blocks of 16 tokens, and turns its own prefix cache off for it."""
+    return transformers.DeepseekV2Config(
+        **{**_COMMON, "num_key_value_heads": 4, "head_dim": 64},
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        first_k_dense_replace=4,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+    )
+
+
+def _kinds(letters: str) -> list[str]:
+    return [{"s": "sliding_attention", "f": "full_attention"}[letter] for letter in letters]
+
+
+CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "gemma3": _gemma3,
+    "gpt_oss": _gpt_oss,
+    "mla": _mla,
+}
 
 
 def build_model(name: str, folder: Path) -> Path:
@@ -56,6 +111,9 @@ def build_model(name: str, folder: Path) -> Path:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=0.3, generator=generator)
+        if config.tie_word_embeddings:
+            # At full scale a token would predict itself, whatever the cache holds.
+            model.get_input_embeddings().weight.mul_(0.05)
     model.save_pretrained(target)
     _write_tokenizer(target)
     return target

@@ -11,12 +11,12 @@ At speed 1 that is LRU exactly; at a high speed only what was used again survive
 prefix is used whenever what follows it is, its age is never greater and its list never worse than
 theirs, so tails still leave first.
 
-The speed is learnt from what comes back. A chunk that is stored again although its age is hardly
-more than the age at which chunks of its list are evicted would have been a hit, had its list been
-given a little more room. How much room that is differs, so each such return is weighted by the
-inverse of its list's part in the evicted chunks that a little more room would have kept: returns to
-ONCE slow it down, returns to AGAIN speed it up, and the speed settles where room is worth the same
-in both.
+The speed is learnt from what comes back. A chunk that is stored again before it is three times as
+old as the chunks that its list evicts would have been a hit, had its list been given more room. How
+much room that is differs, so each such return is weighted by the inverse of its list's part in the
+evicted chunks that more room would have kept: returns to ONCE slow it down, returns to AGAIN speed
+it up, and the speed settles where room is worth the same in both. A return that is younger than as
+many chunks as there are slots always counts: LRU would have had it.
 
 Ages are counted in chunks stored, so no clock is read. The constants were chosen on the traces of
 ``profiling/hit_rates.py``; hit rates differ by less than half a point around them.
@@ -38,8 +38,8 @@ FIRST_SPEED_LOG2: Final = 0.5
 STEP: Final = 4.0
 """How far returns as many as there are slots move the speed, in powers of two."""
 MAX_WEIGHT: Final = 16.0
-LITTLE_MORE: Final = 1.5
-"""A return counts up to this multiple of the age at which its list is evicted."""
+RETURN_WITHIN: Final = 3.0
+"""A return counts up to this multiple of the mean age at which its list is evicted."""
 SMOOTHING: Final = 0.01
 """How much one eviction moves the mean age at eviction."""
 
@@ -154,7 +154,8 @@ class TwoSpeed:
         for which, share, sign in ((ONCE, part, -1.0), (AGAIN, 1.0 - part, 1.0)):
             used_at = self._ghosts[which].take(ident)
             if used_at is not None:
-                if self._clock - used_at <= LITTLE_MORE * self._mean_age[which]:
+                reach = max(RETURN_WITHIN * self._mean_age[which], self._num_slots)
+                if self._clock - used_at <= reach:
                     weight = min(MAX_WEIGHT, 1.0 / max(share, 1e-9))
                     moved = self._speed_log2 + sign * weight * STEP / self._num_slots
                     self._speed_log2 = min(MAX_SPEED_LOG2, max(0.0, moved))

@@ -152,9 +152,9 @@ def test_two_speed_learns_in_both_directions() -> None:
     hits: list[int] = []
     for number in range(2000):
         use(ledger, chunks(4 * number, 4 * number + 1, 4 * number + 2, 4 * number + 3))
-        before = 4 * max(0, number - 12)
+        before = 4 * max(0, number - 6)
         hits.append(use(ledger, chunks(before, before + 1, before + 2, before + 3)))
-    assert 0 in hits[13:40]
+    assert 0 in hits[7:40]
     assert hits[-500:] == [4] * 500
 
 

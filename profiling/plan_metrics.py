@@ -56,7 +56,8 @@ def server_from(text: str, url: str) -> Server:
                 totals[total] += value
     if not model:
         raise ValueError(f"{url} names no model; allowed: the /metrics of a vLLM server")
-    block = labels.get("block_size", "")
+    # What the attention kernels asked for, where that is not what the user did.
+    block = labels.get("effective_attention_block_size") or labels.get("block_size", "")
     rate = totals[_TOKENS] / totals[_SECONDS] if min(totals.values()) > 0 else None
     return Server(model, int(block) if block.isdigit() else None, labels.get("cache_dtype"), rate)
 

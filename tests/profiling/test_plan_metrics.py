@@ -16,7 +16,7 @@ SHAPES = Path(__file__).resolve().parents[2] / "docs" / "shapes"
 TEXT = """\
 # HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
 # TYPE vllm:cache_config_info gauge
-vllm:cache_config_info{{block_size="32",cache_dtype="fp8",engine="0",sliding_window="None"}} 1.0
+vllm:cache_config_info{{block_size="16",effective_attention_block_size="32",cache_dtype="fp8",engine="0",sliding_window="None"}} 1.0
 vllm:request_prefill_time_seconds_sum{{engine="0",model_name="{model}"}} 1.5
 vllm:request_prefill_time_seconds_sum{{engine="1",model_name="{model}"}} 0.5
 vllm:request_prefill_kv_computed_tokens_sum{{engine="0",model_name="{model}"}} 20000.0

@@ -9,19 +9,22 @@ SHELL := bash
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+OLDEST := .venv-oldest
 PYTHON ?=
 
 # The root on sys.path would let our kernels/ shadow the package of that name that vLLM imports.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup demo test check kernels test-gpu clean
+.PHONY: help setup demo test check aot test-gpu test-kernels-oldest clean
 
 help:
 	@echo "make demo      set up everything and serve a real model from the host cache"
 	@echo "make test      set up everything and run all tests"
 	@echo "make check     lint, format, types, import direction"
-	@echo "make kernels   compile every kernel for every target, and look at what came out"
+	@echo "make aot       compile every kernel for every target, and look at what came out"
 	@echo "make test-gpu  the tests that need an NVIDIA GPU"
+	@echo "make test-kernels-oldest"
+	@echo "               the kernels' tests on the oldest torch and Triton"
 	@echo "make clean     remove everything that was set up or built here"
 
 setup: $(READY)
@@ -43,7 +46,7 @@ check: $(READY)
 	$(BIN)/pytest -q tests/packaging
 
 # Compiles for GPUs that need not be here, and fails where a kernel spills or moves bytes too narrowly.
-kernels: $(READY)
+aot: $(READY)
 	$(BIN)/kvferry aot $(ARGS)
 
 # A GPU machine may have no network: where nothing is set up, its own Python runs the checkout
@@ -53,6 +56,18 @@ test-gpu:
 	  { echo "make test-gpu: no NVIDIA GPU here (nvidia-smi finds none); run it where there is one" >&2; exit 1; }
 	@if [ -e $(READY) ]; then $(BIN)/pytest tests/gpu $(ARGS); \
 	else PYTHONPATH=typings $(or $(PYTHON),python3) -m pytest tests/gpu $(ARGS); fi
+
+# The oldest pair that installs side by side. This torch has only a CUDA build on the package index,
+# which does not import without all that it brings; the interpreter of this Triton needs numpy < 2.4.
+$(OLDEST)/.ready: pyproject.toml | $(READY)
+	$(BIN)/python -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install -q torch==2.11.0 triton==3.6.0 "numpy<2.4" nvtx \
+	  pytest pytest-timeout hypothesis "setuptools>=77"
+	$(OLDEST)/bin/pip install -q --no-deps --no-build-isolation -e .
+	touch $@
+
+test-kernels-oldest: $(OLDEST)/.ready
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/pytest tests/kernels $(ARGS)
 
 clean:
 	rm -rf .venv .venv-* .cache build dist *.egg-info src/*.egg-info

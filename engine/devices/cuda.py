@@ -37,6 +37,10 @@ GIVE_WAY_S: Final = 0.005
 MAX_HOLD_TIMES: Final = 1024
 
 
+_still_running: list["StreamDevice"] = []
+"""Closed with work that never ended: what they hold must not be given to anyone else."""
+
+
 def open_cuda(device: torch.device) -> "StreamDevice":
     """The device for one GPU. Raises ValueError for anything that is not one."""
     from .cuda_runtime import CudaRuntime  # asks for a driver, which a machine need not have
@@ -179,8 +183,12 @@ class StreamDevice:
             self.withdraw(ticket)
         if not self.wait(list(self._live), timeout_s):
             logger.error("%d transfers did not end: their memory is kept", len(self._live))
+            if self not in _still_running:
+                _still_running.append(self)
             return False
         self._end_holds()
+        if self in _still_running:
+            _still_running.remove(self)
         self._carrier.close()
         self._runtime.close()
         return True

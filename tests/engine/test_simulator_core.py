@@ -221,6 +221,83 @@ def test_exploring_finds_every_distinct_order_of_conflicting_operations():
     assert found.num_orders == 6
 
 
+class EveryChoice:
+    """Steers a program through all choices there are, with no reduction: the brute force."""
+
+    def __init__(self):
+        self.path = []  # [options, taken] of each choice
+        self.depth = 0
+
+    def _choose(self, options):
+        if self.depth == len(self.path):
+            self.path.append([len(options), 0])
+        taken = self.path[self.depth][1]
+        self.depth += 1
+        return options[taken]
+
+    def pick(self, ready):
+        return self._choose(list(ready))
+
+    def pick_or_look(self, ready, looked_at):
+        return self._choose([None, *ready])
+
+    def next(self):
+        while self.path and self.path[-1][1] + 1 == self.path[-1][0]:
+            self.path.pop()
+        if self.path:
+            self.path[-1][1] += 1
+        self.depth = 0
+        return bool(self.path)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_reduction_loses_no_outcome(seed):
+    """Random small programs: what they end with, and what the host sees, against brute force."""
+    print(f"seed {seed}")
+    plan = np.random.default_rng(seed)
+    operations = [
+        (f"s{plan.integers(3)}", int(plan.integers(4)), bool(plan.integers(2))) for _ in range(6)
+    ]
+    waits = {int(late): int(plan.integers(late)) for late in plan.integers(1, 6, 2)}
+    looks = sorted(int(number) for number in plan.integers(0, 6, 2))
+    outcomes = []
+
+    def program(simulation):
+        memory = Memory(4)
+        nodes, seen = [], []
+        for index, (stream, byte, reads) in enumerate(operations):
+            if reads:
+                log = [None]
+
+                def action(byte=byte, log=log):
+                    log[0] = int(memory.bytes[byte])
+
+                seen.append(log)
+                access = {"reads": memory.ranges(byte, 1)}
+            else:
+                action, access = memory.fill(index + 1, byte, 1), {"writes": memory.ranges(byte, 1)}
+            after = (nodes[waits[index]],) if index in waits else ()
+            nodes.append(simulation.queue(stream, str(index), action=action, after=after, **access))
+        answers = [simulation.look(nodes[number]) for number in looks]
+        return lambda: outcomes.append((tuple(memory.bytes.tolist()), str(seen), str(answers)))
+
+    explore(program)
+    reduced, outcomes = outcomes, []
+    chooser = EveryChoice()
+    num_runs = 0
+    while True:
+        simulation = Simulation(chooser)
+        check = program(simulation)
+        simulation.run_all()
+        check()
+        num_runs += 1
+        if num_runs == 20_000 or not chooser.next():
+            break
+    assert set(reduced) >= set(outcomes)
+    assert num_runs == 20_000 or set(reduced) == set(outcomes)
+    assert len(reduced) <= num_runs
+
+
 def test_exploring_shows_a_look_both_answers():
     answers = set()
 

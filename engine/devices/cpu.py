@@ -6,7 +6,8 @@ so a mark is always done, and holding compute is a wait of the host.
 A launched piece is a ``CpuTicket`` in one list, ordered by lane and age. Each worker takes the next
 range of entries (a few MiB) of the first ticket that wants another thread, so loads overtake stores
 between two ranges, and a flushed store overtakes everything. All fields of tickets and of the list
-are guarded by the one condition ``_changed``; bytes are moved outside it.
+are guarded by one lock, which two conditions share: workers wait for work, callers for a ticket to
+end. Bytes are moved outside it.
 """
 
 import logging
@@ -42,14 +43,14 @@ class CpuMark:
 
 @dataclass(slots=True, eq=False)
 class CpuTicket:
-    """One launched piece. Guarded by the device's condition; ``finished`` says that it is over."""
+    """One launched piece. Guarded by the device's lock; ``finished`` says that it is over."""
 
     piece: Piece
     urgency: tuple[int, int]
     strategy: Strategy
     entries_per_range: int
     width: int
-    changed: threading.Condition
+    work: threading.Condition
     next_entry: int = 0
     num_active: int = 0
     begun_s: float = 0.0
@@ -76,11 +77,11 @@ class CpuTicket:
         return tuple(SlotId(slot) for slot in sorted(self.corrupt))
 
     def cancel(self) -> None:
-        with self.changed:
+        with self.work:
             if not self.finished and not self.cancelled:
                 self.cancelled = True
                 self.failure = self.failure or TransferError("the transfer was cancelled")
-                self.changed.notify_all()
+                self.work.notify_all()
 
     def wants_worker(self) -> bool:
         """Whether a worker could take a range, or end a ticket that has none left."""
@@ -102,13 +103,15 @@ class CpuDevice:
         self._compiled = load_compiled()
         self._copiers: dict[GroupId, GroupCopier] = {}
         self._moved: tuple[object, ...] = ()  # keeps alive what the copiers know by address
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._work = threading.Condition(lock)
+        self._ended = threading.Condition(lock)
         self._queue: list[CpuTicket] = []
         self._num_launched = 0
         self._stopping = False
         self._hold_times_s: list[float] = []
         self._threads = [
-            threading.Thread(target=self._work, name=f"kvferry-copy-{number}", daemon=True)
+            threading.Thread(target=self._run, name=f"kvferry-copy-{number}", daemon=True)
             for number in range(self.num_threads)
         ]
         for thread in self._threads:
@@ -145,7 +148,7 @@ class CpuDevice:
         count = len(piece.blocks)
         width = min(strategy.width or self.num_threads, self.num_threads)
         range_entries = max(1, RANGE_BYTES * count // max(1, piece.num_bytes))
-        with self._changed:
+        with self._work:
             if self._stopping:
                 raise EngineClosed("the CPU device is closed")
             self._num_launched += 1
@@ -155,16 +158,16 @@ class CpuDevice:
                 strategy,
                 min(range_entries, max(1, -(-count // width))),
                 width,
-                self._changed,
+                self._work,
             )
             self._queue.append(ticket)
             self._queue.sort(key=lambda queued: queued.urgency)
-            self._changed.notify_all()
+            self._work.notify_all()
         return ticket
 
     def hold_compute(self, tickets: Sequence[Ticket], timeout_s: float) -> bool:
         begun = time.perf_counter()
-        with self._changed:
+        with self._work:
             for ticket in tickets:
                 if isinstance(ticket, CpuTicket):
                     ticket.urgency = (-1, ticket.urgency[1])
@@ -174,8 +177,8 @@ class CpuDevice:
         return finished
 
     def wait(self, tickets: Sequence[Ticket], timeout_s: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(
+        with self._ended:
+            return self._ended.wait_for(
                 lambda: all(ticket.done() for ticket in tickets), max(0.0, timeout_s)
             )
 
@@ -191,13 +194,13 @@ class CpuDevice:
 
     def close(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        with self._changed:
+        with self._work:
             self._stopping = True
             queued = list(self._queue)
         for ticket in queued:
             ticket.cancel()
-        with self._changed:
-            self._changed.notify_all()
+        with self._work:
+            self._work.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
@@ -206,11 +209,11 @@ class CpuDevice:
         """Move entries ``[begin, end)``; returns the indices of corrupt ones."""
         return self._copiers[piece.group].move(piece, begin, end, strategy.method)
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         """A worker's life: take a range, move it, say so; ends when nothing is left to end."""
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._next() is not None or self._ready_to_stop())
+            with self._work:
+                self._work.wait_for(lambda: self._next() is not None or self._ready_to_stop())
                 ticket = self._next()
                 if ticket is None:
                     return
@@ -231,7 +234,7 @@ class CpuDevice:
             self._settle(ticket, corrupt, failure)
 
     def _settle(self, ticket: CpuTicket, corrupt: list[int], failure: Exception | None) -> None:
-        with self._changed:
+        with self._work:
             ticket.num_active -= 1
             ticket.corrupt.update(int(slot) for slot in ticket.piece.slots[np.array(corrupt, int)])
             if failure is not None:
@@ -242,7 +245,9 @@ class CpuDevice:
                 ticket.ended_s = time.perf_counter()
                 ticket.finished = True
                 self._queue.remove(ticket)
-            self._changed.notify_all()
+                self._ended.notify_all()
+            if self._stopping:
+                self._work.notify_all()
 
     def _next(self) -> CpuTicket | None:
         return next((ticket for ticket in self._queue if ticket.wants_worker()), None)

@@ -132,7 +132,9 @@ class Scheduler:
             assert report.num_bytes == len(blocks) * self.rig.layout.groups[0].block_bytes
         else:
             self.num_failed += 1
-            assert job in self.rig.device.failing or job in self.given_up
+            # A late job that the device has let go of at once is never given up.
+            late = report.error.startswith("TransferTimeout")
+            assert job in self.rig.device.failing or job in self.given_up or late, report.error
         self.rig.device.gates.pop(job, None)
 
     def check(self, block: int, value: int | None) -> None:
@@ -154,7 +156,7 @@ def test_every_job_ends_once_with_the_right_bytes() -> None:
         sizes=(2, NUM_BLOCKS, 1, 4, 24),
         num_slots=NUM_SLOTS,
         clock=clock,
-        deadline_s=100.0,
+        deadline_s=40.0,
         max_failures=10**6,
         slice_bytes=400,
         integrity="full",

@@ -18,7 +18,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,20 @@ from typing import Any
 # describe an H100 SXM: Triton reads the shared memory, register and thread limits.
 _LIBCUDA_SOURCE = r"""
 #include <stdint.h>
+#include <string.h>
 typedef struct { unsigned grid[3], block[3], shared_bytes; } config_head;
 static long long num_launches, num_modules;
 static unsigned last_grid;
 static int capability = 90;
+static int num_recorded;
+static uint64_t recorded[64];
 
 void standin_set_capability(int value) { capability = value; }
 long long standin_num_launches(void) { return num_launches; }
 long long standin_num_modules(void) { return num_modules; }
 unsigned standin_last_grid(void) { return last_grid; }
+void standin_record(int num_parameters) { num_recorded = num_parameters; }
+uint64_t standin_parameter(int index) { return recorded[index]; }
 
 int cuInit(unsigned flags) { return 0; }
 int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
@@ -88,6 +93,7 @@ int cuTensorMapEncodeTiled(void) { return 801; }   /* CUDA_ERROR_NOT_SUPPORTED *
 int cuTensorMapEncodeIm2col(void) { return 801; }
 int cuLaunchKernelEx(const config_head *config, void *function, void **params, void **extra) {
   last_grid = config->grid[0];
+  for (int i = 0; i < num_recorded; ++i) memcpy(&recorded[i], params[i], 8);
   ++num_launches;
   return 0;
 }
@@ -102,6 +108,8 @@ class StandinDriver:
         library.standin_num_launches.restype = ctypes.c_longlong
         library.standin_num_modules.restype = ctypes.c_longlong
         library.standin_last_grid.restype = ctypes.c_uint
+        library.standin_parameter.restype = ctypes.c_uint64
+        self._widths_bits: tuple[int, ...] = ()
 
     @property
     def num_launches(self) -> int:
@@ -117,6 +125,21 @@ class StandinDriver:
     def last_grid(self) -> int:
         """Number of programs of the latest launch, on the first axis."""
         return int(self._library.standin_last_grid())
+
+    def record(self, widths_bits: Sequence[int]) -> None:
+        """From the next launch on, keep its first parameters, which are so many bits wide."""
+        if len(widths_bits) > 64:
+            raise ValueError(f"at most 64 parameters can be recorded, got {len(widths_bits)}")
+        self._widths_bits = tuple(widths_bits)
+        self._library.standin_record(len(widths_bits))
+
+    @property
+    def last_parameters(self) -> list[int]:
+        """The recorded parameters of the latest launch, as unsigned numbers."""
+        return [
+            int(self._library.standin_parameter(index)) & ((1 << bits) - 1)
+            for index, bits in enumerate(self._widths_bits)
+        ]
 
 
 def install(capability: int = 90) -> StandinDriver:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from kvferry.kernels.configurations import all_configurations
@@ -90,27 +91,75 @@ for index in range(num_transfers):
     else:
         checksum.verify(table, entries, checksums, flags, slice_bytes=slice_bytes)
     num_slices += 1 if do in (6, 7) else num_cut
-print(json.dumps([compilations(), driver.num_launches, num_slices, driver.num_modules]))
+print(json.dumps([compilations(), driver.num_launches, num_slices]))
 """
 
 
-def run_transfers(num_tables: int) -> tuple[dict[str, int], int, int, int]:
+ONE_SLICE = """
+import json
+import torch
+from kvferry.kernels import launching
+from kvferry.kernels.config import STAGED
+from kvferry.kernels.copy import launch
+from kvferry.kernels.entries import Entries
+from kvferry.kernels.slices import Slice
+from kvferry.kernels.table import Fragment, FragmentTable, HostSlots
+from kvferry.profiling.standin_driver import install
+
+driver = install()
+table = FragmentTable([Fragment(1 << 40, 40000, 40000)] * 3, num_blocks=99, device="cpu")
+slots = HostSlots(torch.empty(50 * 130000, dtype=torch.uint8), 130000, 50, 1)
+entries = Entries.build(range(20), range(20), [0] * 20)
+driver.record([64] * 6 + [32] * 4)
+seen = []
+for first, num_entries in ((2, 5), (7, 1), (2, 5), (7, 1)):
+    if len(seen) < 2:
+        launching._variants.clear()
+    part = Slice(first, num_entries)
+    launch.store(table, slots, entries, part, config=STAGED, checksums=None)
+    seen.append([driver.last_grid, *driver.last_parameters])
+launch.store(
+    table, slots, entries, Slice(0, 3), Slice(3, 1), Slice(2, 5), config=STAGED, checksums=None
+)
+seen.append([driver.last_grid, *driver.last_parameters])
+pointers = [t.data_ptr() for t in (table.records, slots.memory, entries.records)]
+print(json.dumps([seen, pointers, len(launching._variants)]))
+"""
+
+
+def test_the_direct_way_hands_the_driver_what_the_front_door_does() -> None:
+    seen, pointers, num_variants = run_alone(ONE_SLICE)
+    at_the_door, again, direct, direct_again, last_of_three = seen
+    assert at_the_door[1:4] == pointers
+    assert at_the_door[4:8] == [130000, 120000, 0, 3]  # slot stride, block, checksums, fragments
+    assert at_the_door[9:] == [2, 5]  # the slice
+    assert again[9:] == [7, 1]
+    assert at_the_door == direct == last_of_three
+    assert again == direct_again
+    assert num_variants == 1
+
+
+def run_alone(script: str, *arguments: int) -> Any:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    print(f"seed {SEED}")
     done = subprocess.run(
-        [sys.executable, "-c", TRANSFERS, str(SEED), str(NUM_TRANSFERS), str(num_tables)],
+        [sys.executable, "-c", script, *map(str, arguments)],
         env={**environment, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=400,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    compilations, num_launches, num_slices, num_modules = json.loads(done.stdout)
-    return compilations, num_launches, num_slices, num_modules
+    return json.loads(done.stdout)
+
+
+def run_transfers(num_tables: int) -> tuple[dict[str, int], int, int]:
+    print(f"seed {SEED}")
+    compilations, num_launches, num_slices = run_alone(TRANSFERS, SEED, NUM_TRANSFERS, num_tables)
+    return compilations, num_launches, num_slices
 
 
 def test_one_group_compiles_one_variant_with_checksums_and_one_without() -> None:
-    compilations, num_launches, num_slices, _ = run_transfers(num_tables=1)
+    compilations, num_launches, num_slices = run_transfers(num_tables=1)
     assert num_launches == num_slices, "one launch for each slice"
     assert set(compilations) == {
         "store_pages_kernel",
@@ -123,7 +172,7 @@ def test_one_group_compiles_one_variant_with_checksums_and_one_without() -> None
 
 
 def test_forty_groups_compile_no_more_than_what_is_listed_ahead_of_time() -> None:
-    compilations, num_launches, num_slices, _ = run_transfers(num_tables=40)
+    compilations, num_launches, num_slices = run_transfers(num_tables=40)
     assert num_launches == num_slices, "one launch for each slice"
     for name, count in compilations.items():
         listed = {c.name for c in all_configurations() if c.kernel.__name__ == name}

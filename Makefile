@@ -15,7 +15,7 @@ PYTHON ?=
 # The root on sys.path would let our kernels/ shadow the package of that name that vLLM imports.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup demo test check aot test-gpu test-kernels-oldest clean
+.PHONY: help setup demo test check aot test-gpu test-kernels-oldest vllm-next clean
 
 help:
 	@echo "make demo      set up everything and serve a real model from the host cache"
@@ -25,6 +25,7 @@ help:
 	@echo "make test-gpu  the tests that need an NVIDIA GPU"
 	@echo "make test-kernels-oldest"
 	@echo "               the kernels' tests on the oldest torch and Triton"
+	@echo "make vllm-next fetch the sources of the next vLLM, to compare interfaces with"
 	@echo "make clean     remove everything that was set up or built here"
 
 setup: $(READY)
@@ -48,6 +49,10 @@ check: $(READY)
 # Compiles for GPUs that need not be here, and fails where a kernel spills or moves bytes too narrowly.
 aot: $(READY)
 	$(BIN)/kvferry aot $(ARGS)
+
+# The sources of the vLLM release after the installed one, for the tests that compare interfaces.
+vllm-next: $(READY)
+	.ci/vllm-next $(VENV) 0.33.0 .cache/vllm-0.33.0
 
 # A GPU machine may have no network: where nothing is set up, its own Python runs the checkout
 # (typings/kvferry links the folders together as the installed package would).

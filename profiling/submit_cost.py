@@ -41,6 +41,7 @@ TARGET_CASE: Final = (64, 512)
 TARGET_S: Final = 100e-6
 TARGET_RATIO: Final = 3.0
 _POOL_BLOCKS: Final = 8192
+_TURN_ROUNDS: Final = 20
 _SEED: Final = 20261130
 _MAP_NORESERVE: Final = 0x4000  # Linux; the mmap module of Python 3.11 does not name it
 
@@ -80,17 +81,22 @@ def measure(
 
 
 def in_turns(submits: Sequence[Submit], num_rounds: int) -> list[float]:
-    """The median seconds of each, called in turns so that a slow spell meets all of them."""
+    """The median seconds of each.
+
+    They take turns, so that a slow spell meets all of them, of several calls each, so that one does
+    not time how the other left the caches.
+    """
     times: list[list[float]] = [[] for _ in submits]
     for submit in submits:
         submit()  # compiles, and fills the pools
     gc.collect()
     gc.freeze()  # as vLLM's engine does at start
-    for _ in range(num_rounds):
+    for first in range(0, num_rounds, _TURN_ROUNDS):
         for submit, taken in zip(submits, times, strict=True):
-            begin = time.perf_counter()
-            submit()
-            taken.append(time.perf_counter() - begin)
+            for _ in range(min(_TURN_ROUNDS, num_rounds - first)):
+                begin = time.perf_counter()
+                submit()
+                taken.append(time.perf_counter() - begin)
     return [statistics.median(taken) for taken in times]
 
 

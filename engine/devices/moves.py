@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.slices import Slice
+from ..ranges import span
 from ..strategy import Method
 from ..types import Direction
 from .descriptors import Descriptors
@@ -190,11 +191,13 @@ class Move:
         )
 
     def _launch(self, stream: Stream, kernel: KernelLaunch) -> None:
-        self.runtime.launch(stream, kernel)
+        with span("kernel", of=kernel.name):
+            self.runtime.launch(stream, kernel)
         self.touched = True
 
     def _copy(self, stream: Stream, copies: Copies) -> None:
         """A batch may fail half-way, with its first copies queued."""
         self.touched = self.touched or len(copies.sizes) > 1
-        self.runtime.copy(stream, copies)
+        with span("dma", of=copies.name, copies=len(copies.sizes)):
+            self.runtime.copy(stream, copies)
         self.touched = True

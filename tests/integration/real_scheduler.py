@@ -156,6 +156,7 @@ class Engine:
         max_batched_tokens: int = 1024,
         async_scheduling: bool = False,
         policy: str = "recompute",
+        kv_role: str = "kv_both",
         extra_config: dict[str, Any] | None = None,
         kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
@@ -179,7 +180,7 @@ class Engine:
             device_config=DeviceConfig("cpu"),
             kv_transfer_config=KVTransferConfig(
                 kv_connector=connector,
-                kv_role="kv_both",
+                kv_role=kv_role,
                 kv_load_failure_policy=policy,
                 kv_connector_extra_config=extra_config or {},
             ),

@@ -1,8 +1,8 @@
 """Owns the host memory: reserve, pre-fault in parallel, pin in bounded pieces, release.
 
-One anonymous private mapping holds the slots and, behind them, their checksums. Nothing of it has a
-name, so nothing is left behind however the process ends; it is kept out of core dumps and out of
-forked children.
+One anonymous private mapping holds the checksums and, behind them, the slots: whatever is moved
+needs its checksums, so they are pinned first. Nothing of it has a name, so nothing is left behind
+however the process ends; it is kept out of core dumps and out of forked children.
 
 Pinning goes on in a thread of its own, piece by piece from the front; ``is_pinned`` grows and never
 shrinks. A piece that cannot be pinned ends the pinning: the rest stays pageable, which is slower
@@ -23,6 +23,7 @@ import torch
 from .capacity import MemoryLimits, check_capacity, read_limits
 from .devices.base import Ints, Registrar
 from .errors import TransferError
+from .layout import SLOT_ALIGNMENT_BYTES
 from .mapping import PAGE_BYTES, map_memory, populate, prefer_node, tensor_at, unmap_memory
 
 logger = logging.getLogger(__name__)
@@ -55,15 +56,15 @@ class Arena:
         self.num_bytes: Final = num_slots * (slot_stride_bytes + checksum_stride_bytes)
         self._device = device
         self._max_pin_bytes = max_pin_bytes
-        self._map_bytes = -(-self.num_bytes // PAGE_BYTES) * PAGE_BYTES
-        self._base = map_memory(self._map_bytes)
+        checksum_bytes = num_slots * checksum_stride_bytes
+        self._slots_offset = _round_up(checksum_bytes, SLOT_ALIGNMENT_BYTES)
         slots_bytes = num_slots * slot_stride_bytes
-        self.slots: Final = tensor_at(self._base, slots_bytes, torch.uint8)
-        self.checksums: Final = tensor_at(
-            self._base + slots_bytes, num_slots * checksum_stride_bytes, torch.int64
-        )
+        self._map_bytes = _round_up(self._slots_offset + slots_bytes, PAGE_BYTES)
+        self._base = map_memory(self._map_bytes)
+        self.checksums: Final = tensor_at(self._base, checksum_bytes, torch.int64)
+        self.slots: Final = tensor_at(self._base + self._slots_offset, slots_bytes, torch.uint8)
         self._pinned: list[tuple[int, int]] = []  # (address, bytes), from the front, no gap
-        self._pinned_bytes = 0
+        self._pinned_end = 0
         self._stop = threading.Event()
         self._pinner: threading.Thread | None = None
         self._closed = False
@@ -123,15 +124,12 @@ class Arena:
 
     @property
     def pinned_bytes(self) -> int:
-        return self._pinned_bytes
+        return min(self._pinned_end, self.num_bytes)
 
     def is_pinned(self, slots: Ints) -> bool:
-        """True when these slots, and all checksums if there are any, are pinned now."""
-        if self._pinned_bytes >= self.num_bytes:
-            return True
-        if self.checksum_stride_bytes or not slots.size:
-            return False
-        return (int(np.max(slots)) + 1) * self.slot_stride_bytes <= self._pinned_bytes
+        """True when these slots and their checksums are pinned now."""
+        end = int(np.max(slots, initial=-1)) + 1
+        return self._pinned_end >= self._slots_offset + end * self.slot_stride_bytes
 
     def wait_pinned(self, timeout_s: float) -> bool:
         """Wait for pinning to end, well or not; False when it still goes on."""
@@ -152,7 +150,7 @@ class Arena:
             except TransferError:
                 logger.exception("unpinning host memory at %#x failed", address)
         self._pinned.clear()
-        self._pinned_bytes = 0
+        self._pinned_end = 0
         unmap_memory(self._base, self._map_bytes)
 
     def abandon(self) -> None:
@@ -176,7 +174,7 @@ class Arena:
     def __repr__(self) -> str:
         return (
             f"Arena(num_slots={self.num_slots}, num_bytes={self.num_bytes}, "
-            f"pinned_bytes={self._pinned_bytes}, closed={self._closed})"
+            f"pinned_bytes={self.pinned_bytes}, closed={self._closed})"
         )
 
     def _prefault(self, num_threads: int) -> None:
@@ -226,4 +224,8 @@ class Arena:
                 )
                 return
             self._pinned.append((self._base + offset, size))
-            self._pinned_bytes = min(offset + size, self.num_bytes)
+            self._pinned_end = offset + size
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

@@ -28,7 +28,8 @@ class Health:
             return
         self.failures_in_a_row += 1
         if self.failures_in_a_row < self.max_failures:
-            logger.warning("a transfer failed: %s", error, exc_info=error)
+            first = error if self.failures_in_a_row == 1 else None
+            logger.warning("a transfer failed: %s", error, exc_info=first)
             return
         self.off = True
         logger.error(

@@ -52,12 +52,13 @@ def resident_bytes(pid: int | str = "self") -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
 
 
-def test_slots_and_checksums_lie_behind_each_other() -> None:
-    with Arena.reserve(10, 64, 16, Pinner()) as arena:
-        assert arena.num_bytes == 10 * 80
+def test_slots_lie_behind_their_checksums() -> None:
+    with Arena.reserve(10, 64, 24, Pinner()) as arena:
+        assert arena.num_bytes == 10 * 88
         assert arena.slots.numel() == 640
-        assert arena.checksums.numel() == 20
-        assert arena.checksums.data_ptr() == arena.slots.data_ptr() + 640
+        assert arena.checksums.numel() == 30
+        assert arena.slots.data_ptr() == arena.checksums.data_ptr() + 256
+        assert arena.slots.data_ptr() % 64 == 0
         assert not arena.slots.any()
         arena.slots.fill_(1)
         assert not arena.checksums.any()
@@ -128,11 +129,13 @@ def test_transfers_can_start_before_pinning_ends() -> None:
         assert arena.is_pinned(np.array([0]))
 
 
-def test_checksums_count_as_pinned_only_at_the_end() -> None:
-    with Arena.reserve(64, MIB // 8, 8, Pinner(fails_at=9), max_pin_bytes=MIB) as arena:
+def test_a_slot_is_pinned_with_its_checksums_piece_by_piece() -> None:
+    with Arena.reserve(64, MIB // 8, 8, Pinner(fails_at=4), max_pin_bytes=MIB) as arena:
         assert arena.wait_pinned(WAIT_S)
-        assert arena.pinned_bytes == 8 * MIB
-        assert not arena.is_pinned(np.array([0]))
+        assert arena.pinned_bytes == 3 * MIB
+        assert arena.is_pinned(np.array([0, 22]))  # 512 bytes of checksums come first
+        assert not arena.is_pinned(np.array([0, 23]))
+        assert arena.is_pinned(np.array([], dtype=np.int64))
 
 
 def test_closing_stops_pinning_and_can_be_repeated() -> None:

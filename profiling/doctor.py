@@ -53,6 +53,8 @@ def main(argv: list[str]) -> int:
         print(f"kvferry doctor: {error}", file=sys.stderr)
         return EXIT_USAGE
     findings: list[Finding] = []
+    if not options.quick:
+        print("a minute or two: the kernels are compiled, memory is moved", file=sys.stderr)
     for check in checks_of(options, wanted_bytes):
         found = check()
         findings += found

@@ -29,7 +29,7 @@ def check_kernels(target: str | None) -> Finding:
     if target not in aot.TARGETS:
         return skipped(check, f"{target} has no audit; known: {', '.join(aot.TARGETS)}")
     try:
-        reports = aot.audit_all([target], num_processes=1)
+        reports = aot.audit_all([target], num_processes=min(2, os.cpu_count() or 1))
     except Exception as error:
         return fail(
             check,

@@ -66,7 +66,7 @@ def _notes(plan: "Plan") -> list[str]:
     if plan.num_ranks > 1 and any(one.attention is Attention.LATENT for one in plan.groups):
         notes.append("note       every rank holds the whole latent cache: it is stored once a rank")
     if any(one.attention in (Attention.WINDOW, Attention.CHUNKED) for one in plan.groups):
-        notes.append("note       tokens held is the least: of a window only its end is ever loaded")
+        notes.append("note       of a window or attention chunk only its end is ever loaded")
     return notes
 
 

@@ -16,13 +16,17 @@ SHAPES = Path(__file__).resolve().parents[2] / "docs" / "shapes"
 TEXT = """\
 # HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
 # TYPE vllm:cache_config_info gauge
-vllm:cache_config_info{{block_size="16",effective_attention_block_size="32",cache_dtype="fp8",engine="0",sliding_window="None"}} 1.0
+vllm:cache_config_info{{block_size="16",{block},cache_dtype="fp8",engine="0"}} 1.0
 vllm:request_prefill_time_seconds_sum{{engine="0",model_name="{model}"}} 1.5
 vllm:request_prefill_time_seconds_sum{{engine="1",model_name="{model}"}} 0.5
 vllm:request_prefill_kv_computed_tokens_sum{{engine="0",model_name="{model}"}} 20000.0
 vllm:request_prefill_kv_computed_tokens_count{{engine="0",model_name="{model}"}} 4.0
 python_info{{version="3.11"}} 1.0
 """
+
+
+def text_of(model: str) -> str:
+    return TEXT.format(model=model, block='effective_attention_block_size="32"')
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -54,7 +58,7 @@ def test_a_server_is_asked(
     address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = str(SHAPES / "llama-3.1-8b.json")
-    monkeypatch.setattr(Answers, "text", TEXT.format(model=model))
+    monkeypatch.setattr(Answers, "text", text_of(model))
     assert read_server(address) == Server(model, 32, "fp8", 10_000.0)
     assert main([address, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -72,7 +76,7 @@ def test_a_server_is_asked(
 def test_a_served_name_that_leads_nowhere_asks_for_the_config(
     address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Answers, "text", TEXT.format(model="served"))
+    monkeypatch.setattr(Answers, "text", text_of("served"))
     assert main([address]) == 2
     assert "no model at 'served'" in capsys.readouterr().err
     assert main([address, "--config", str(SHAPES / "llama-3.1-8b.json")]) == 0

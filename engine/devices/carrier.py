@@ -34,6 +34,8 @@ class Carrier:
     def __init__(self, runtime: Runtime, timers: EventPool, staging_bytes: int) -> None:
         self._runtime = runtime
         self._timers = timers
+        self.seams: list[int] = []
+        """Where registered pieces of host memory end; the arena's pinning thread adds to it."""
         self._staging_bytes = staging_bytes
         self._buffers = BufferPool(runtime)
         self._groups: dict[GroupId, MovedGroup] = {}
@@ -56,7 +58,7 @@ class Carrier:
         self._memory = memory
         self._checks = HostChecks(memory)
         for group in layout.groups:
-            self._groups[group.group] = MovedGroup(group, memory, self._runtime.device)
+            self._groups[group.group] = MovedGroup(group, memory, self._runtime.device, self.seams)
         for lane in (Lane.LOADS, Lane.STORES):
             self._lanes[lane].stagings = self._make_stagings()
 

@@ -88,6 +88,7 @@ class StreamDevice:
             self._runtime.register(address, num_bytes)
         except Exception as error:
             raise TransferError(f"registering {num_bytes} bytes at {address:#x} failed") from error
+        self._carrier.seams.append(address + num_bytes)
 
     def unregister(self, address: int) -> None:
         try:

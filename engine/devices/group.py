@@ -5,6 +5,8 @@ alone: fragment ``f`` of block ``b`` lies at ``bases[f] + b * strides[f]`` on th
 block's place in the slot plus ``offsets[f]`` on the host.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -40,7 +42,15 @@ class Places:
 class MovedGroup:
     """The tables of one group; built once, read by every launch."""
 
-    def __init__(self, layout: GroupLayout, memory: HostMemory, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: GroupLayout,
+        memory: HostMemory,
+        device: torch.device,
+        seams: Sequence[int] = (),
+    ) -> None:
+        """``seams`` may grow later: addresses at which one registered piece of memory ends."""
+        self._seams = seams
         fragments = layout.fragments
         self.group = layout.group
         self.block_bytes = layout.block_bytes
@@ -96,7 +106,8 @@ class MovedGroup:
         pages = self.page_addresses(places).ravel()
         hosts = (self.host_addresses(places)[:, None] + self._offsets).ravel()
         sizes = np.tile(self._sizes, len(places.blocks))
-        return _directed(name, *merge_neighbours(pages, hosts, sizes), to_host, pinned)
+        merged = merge_neighbours(pages, hosts, sizes)
+        return _directed(name, *split_at(self._seams, *merged), to_host, pinned)
 
     def staged_copies(
         self, name: str, staging: torch.Tensor, places: Places, *, to_host: bool, pinned: bool
@@ -106,7 +117,7 @@ class MovedGroup:
         staged = staging.data_ptr() + np.arange(count, dtype=np.int64) * self.block_bytes
         sizes = np.full(count, self.block_bytes, np.int64)
         merged = merge_neighbours(staged, self.host_addresses(places), sizes)
-        return _directed(name, *merged, to_host, pinned)
+        return _directed(name, *split_at(self._seams, *merged), to_host, pinned)
 
 
 def merge_neighbours(devices: Ints, hosts: Ints, sizes: Ints) -> tuple[Ints, Ints, Ints]:
@@ -117,6 +128,25 @@ def merge_neighbours(devices: Ints, hosts: Ints, sizes: Ints) -> tuple[Ints, Int
     joined = (devices[1:] == devices[:-1] + sizes[:-1]) & (hosts[1:] == hosts[:-1] + sizes[:-1])
     first = np.flatnonzero(np.concatenate(([True], ~joined)))
     return devices[first], hosts[first], np.add.reduceat(sizes, first)
+
+
+def split_at(
+    seams: Sequence[int], devices: Ints, hosts: Ints, sizes: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """Cut copies whose host side crosses a seam: one copy must not span two registrations."""
+    ordered = np.array(sorted(seams), np.int64)
+    first = np.searchsorted(ordered, hosts, side="right")
+    last = np.searchsorted(ordered, hosts + sizes, side="left")
+    if (first == last).all():
+        return devices, hosts, sizes
+    pieces: list[tuple[int, int, int]] = []
+    rows = np.stack((devices, hosts, sizes, first, last), axis=1)
+    for device, host, size, begin, end in rows.tolist():
+        inner = ordered[begin:end].tolist()
+        cuts = [host, *inner, host + size]
+        pieces += [(device + a - host, a, b - a) for a, b in itertools.pairwise(cuts)]
+    cut = np.array(pieces, np.int64)
+    return cut[:, 0], cut[:, 1], cut[:, 2]
 
 
 def _directed(

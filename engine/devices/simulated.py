@@ -180,6 +180,7 @@ class SimulatedRuntime:
     def copy(self, stream: Stream, copies: Copies) -> None:
         self._call(copies.name)
         assert isinstance(stream, SimulatedStream)
+        self._refuse_seams(copies)
 
         def action() -> None:
             for target, source, size in zip(
@@ -207,6 +208,15 @@ class SimulatedRuntime:
 
     def close(self) -> None:
         self._owned.clear()
+
+    def _refuse_seams(self, copies: Copies) -> None:
+        """A copy that begins in one registered piece of memory must end in it."""
+        hosts = copies.targets if copies.to_host else copies.sources
+        for address, num_bytes in self.registered.items():
+            ends = hosts + copies.sizes
+            inside = (hosts < address + num_bytes) & (ends > address)
+            if (inside & ((hosts < address) | (ends > address + num_bytes))).any():
+                raise IllegalAccessError(f"'{copies.name}' spans two registered pieces of memory")
 
     def _new(self, num_bytes: int) -> torch.Tensor:
         tensor = torch.full((num_bytes,), 0xCD, dtype=torch.uint8)

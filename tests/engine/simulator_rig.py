@@ -38,6 +38,7 @@ class Rig:
     pinned: bool = True
     blocks_per_chunk: int = 2
     strategies: object | None = None
+    max_pin_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
         self.runtime = SimulatedRuntime(self.simulation)
@@ -60,7 +61,11 @@ class Rig:
                 lambda name: name == "register", lambda: RuntimeError("not permitted"), times=10**9
             )
         self.arena = Arena.reserve(
-            self.num_slots, layout.slot_stride_bytes, layout.checksum_stride_bytes, self.device
+            self.num_slots,
+            layout.slot_stride_bytes,
+            layout.checksum_stride_bytes,
+            self.device,
+            max_pin_bytes=self.max_pin_bytes,
         )
         assert self.arena.wait_pinned(30)
         candidates = {way: [Strategy(self.method)] for way in Direction}

@@ -53,6 +53,19 @@ def test_partial_chunks_move_only_the_blocks_they_have(make_rig, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_copies_do_not_span_two_registered_pieces(make_rig, method):
+    rig = make_rig(method=method, max_pin_bytes=4096, page_bytes=1000, staging_blocks=4)
+    assert len(rig.runtime.registered) > 4
+    random_block_bytes(rig, range(8), 1)
+    before = torch.stack([rig.cache.block(block) for block in range(8)])
+    rig.store(1, blocks=list(range(8)), slots=[2, 3, 4, 5])
+    assert rig.finish() == {1: None}
+    rig.load(2, blocks=list(range(8, 16)), slots=[2, 3, 4, 5])
+    assert rig.finish() == {1: None, 2: None}
+    assert torch.equal(torch.stack([rig.cache.block(block) for block in range(8, 16)]), before)
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
 def test_a_flipped_bit_in_host_memory_is_found(make_rig, method, pinned):
     rig = make_rig(method=method, pinned=pinned)

@@ -18,6 +18,9 @@ from numba.core import cgutils
 from numba.core.types import boolean, int64, uint64, void, voidptr
 from numba.extending import intrinsic
 
+if numba.config.DISABLE_JIT:  # the loop would be Python, which has no raw addresses
+    raise ImportError("NUMBA_DISABLE_JIT is set")
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 STREAM_BYTES: Final = 2 << 10

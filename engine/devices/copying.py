@@ -21,8 +21,8 @@ def load_compiled() -> ModuleType | None:
     """The compiled loop, or None (said once in the log) where numba cannot be used."""
     try:
         return importlib.import_module(".compiled", __package__)
-    except ImportError as error:
-        logger.info("numba is not usable (%s): the CPU device copies from Python, slower", error)
+    except Exception as error:  # not there, turned off, or it does not compile here
+        logger.warning("numba is not usable (%s): the CPU device copies from Python, slower", error)
         return None
 
 

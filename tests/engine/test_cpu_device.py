@@ -1,5 +1,8 @@
 """The CPU device on its own: both copy loops, tickets, threads."""
 
+import os
+import subprocess
+import sys
 import threading
 from types import ModuleType
 
@@ -38,6 +41,31 @@ def piece_of(
         False,
         size * len(blocks),
     )
+
+
+WITHOUT = """
+import sys
+if {blocked}:
+    sys.modules["numba"] = None
+from kvferry.engine.devices.copying import load_compiled
+from kvferry.engine.devices.cpu import CpuDevice
+from kvferry.engine.types import Direction
+print(load_compiled(), CpuDevice(1).strategies(Direction.LOAD)[0])
+"""
+
+
+@pytest.mark.parametrize("blocked", [True, False], ids=["missing", "turned off"])
+def test_without_numba_it_copies_from_python(blocked: bool) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(blocked=blocked)],
+        env=os.environ | {"NUMBA_DISABLE_JIT": "0" if blocked else "1", "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S * 4,
+        check=True,
+    )
+    assert done.stdout.strip() == "None interpretedx1"
+    assert "numba is not usable" in done.stderr
 
 
 def test_numba_is_there_in_the_test_environment() -> None:

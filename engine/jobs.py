@@ -26,7 +26,7 @@ class Ended:
     """A job that every rank has answered. ``error`` is the first failure reported, else None.
 
     ``settled`` is False when a rank gave up while its device may still touch the job's bytes.
-    ``num_chunks`` is the number of slots that its leases hold or held.
+    ``chunks`` are the chunks that its leases hold or held.
     """
 
     job_id: JobId

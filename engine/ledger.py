@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Collection, Iterable, Sequence
 from itertools import compress
 from operator import indexOf, not_
-from typing import TypeVar, cast
+from typing import Final, TypeVar, cast
 
 from .errors import InvalidTransition
 from .leases import Lease, ReadLease, WriteLease
@@ -29,7 +29,15 @@ from .types import GroupId, Key, SlotId
 
 __all__ = ["Lease", "Ledger", "ReadLease", "WriteLease"]
 
+NO_KEY: Final = Key(b"")
+"""Stands for the key of a slot that has none."""
+
 _AnyLease = TypeVar("_AnyLease", WriteLease, ReadLease)
+
+
+def _idents(group: GroupId, keys: Sequence[Key]) -> list[int]:
+    """What the policy knows chunks by: equal for the same key of the same group."""
+    return list(map(hash, keys)) if group == 0 else [hash(key) + group for key in keys]
 
 
 class Ledger:
@@ -68,7 +76,7 @@ class Ledger:
         self._states = bytearray(num_slots)
         self._group_of = bytearray(num_slots)
         self._readers = array("I", bytes(4 * num_slots))
-        self._key_of: list[Key | None] = []  # as long as slots were ever used: the rest is fresh
+        self._key_of: list[Key] = []  # as long as slots were ever used: the rest is fresh
         self._free: list[SlotId] = []  # used before and FREE again; the last one is taken first
         self._leases: set[Lease] = set()
         self._counts = [num_slots, 0, 0, 0, 0]
@@ -207,13 +215,13 @@ class Ledger:
         self._close(lease)
         written = self._in_state(lease.slots, SlotState.WRITING)
         whole = len(written) == len(lease.slots)
-        keys = lease.keys if whole else [cast("Key", self._key_of[slot]) for slot in written]
+        keys = lease.keys if whole else [self._key_of[slot] for slot in written]
         self._change(written, SlotEvent.COMMIT)
         writing = self._writing[lease.group]
         for key in keys:
             del writing[key]
         self._readable[lease.group].update(zip(keys, written, strict=True))
-        self._policy.admit(written, [hash(key) + lease.group for key in keys])
+        self._policy.admit(written, _idents(lease.group, keys))
         if not whole:
             self._let_go(lease.slots)
 
@@ -238,7 +246,7 @@ class Ledger:
         if strange:
             raise ValueError(f"slots {strange} are not of group {group}; allowed: its own slots")
         written = set(self._in_state(wanted, SlotState.WRITING))
-        gone = [(group, cast("Key", self._key_of[s])) for s in wanted if s not in written]
+        gone = [(group, self._key_of[s]) for s in wanted if s not in written]
         self._lose(wanted)
         self._evicted.extend(gone)
         return len(wanted)
@@ -295,7 +303,8 @@ class Ledger:
         spared = {index[key] for index in self._readable for key in protect if key in index}
         victims = self._policy.evict(count, spared)
         self._change(victims, SlotEvent.EVICT)
-        gone = [(GroupId(self._group_of[s]), cast("Key", self._key_of[s])) for s in victims]
+        groups = cast("Iterable[GroupId]", map(self._group_of.__getitem__, victims))
+        gone = list(zip(groups, map(self._key_of.__getitem__, victims), strict=True))
         self._forget_keys(victims)
         self._free.extend(victims)
         self._evicted.extend(gone)
@@ -307,7 +316,7 @@ class Ledger:
         del self._free[len(self._free) - used :]
         begin = len(self._key_of)
         slots.extend(map(SlotId, range(begin, begin + count - used)))
-        self._key_of.extend([None] * (count - used))
+        self._key_of.extend([NO_KEY] * (count - used))
         return slots
 
     def _lose(self, slots: Sequence[SlotId]) -> None:
@@ -320,10 +329,10 @@ class Ledger:
 
     def _forget_keys(self, slots: Iterable[SlotId]) -> None:
         for slot in slots:
-            key, group = cast("Key", self._key_of[slot]), self._group_of[slot]
+            key, group = self._key_of[slot], self._group_of[slot]
             if self._readable[group].pop(key, None) is None:
                 del self._writing[group][key]
-            self._key_of[slot] = None
+            self._key_of[slot] = NO_KEY
 
     def _let_go(self, slots: Sequence[SlotId]) -> None:
         doomed = self._in_state(slots, SlotState.DOOMED)

@@ -51,13 +51,13 @@ def _index(ledger: "Ledger") -> Iterator[str]:
                 keyed[slot] = (GroupId(group), key)
     for number, value in enumerate(ledger._states):
         slot, state = SlotId(number), SlotState(value)
-        known = ledger._key_of[slot] if slot < len(ledger._key_of) else None
+        known = ledger._key_of[slot] if slot < len(ledger._key_of) else b""
         indexed = state in (SlotState.WRITING, SlotState.READY, SlotState.READING)
         if indexed != (slot in keyed):
             yield f"slot {slot} is {state.name}, key {known!r}"
         elif indexed and keyed[slot] != (ledger._group_of[slot], known):
             yield f"slot {slot} is found by another key than it has"
-        elif not indexed and known is not None:
+        elif not indexed and known:
             yield f"slot {slot} is {state.name} and has a key"
 
 

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Container, Iterator, Sequence
 from itertools import compress, islice
 from operator import ne
+from typing import cast
 
 from .types import SlotId
 
@@ -92,13 +93,13 @@ class SlotLists:
         """Up to ``count`` slots of list ``which`` but ``spared``, oldest first; removes none."""
         newer = self._newer
         sentinel = self._num_slots + which
-        found: list[SlotId] = []
+        found: list[int] = []
         slot = newer[sentinel]
         while slot != sentinel and len(found) < count:
             if slot not in spared:
-                found.append(SlotId(slot))
+                found.append(slot)
             slot = newer[slot]
-        return found
+        return cast("list[SlotId]", found)
 
     def which(self, slot: SlotId) -> int:
         """The list that ``slot`` is in, or -1."""

@@ -25,6 +25,10 @@ ALICE, BOB = RequestId("alice"), RequestId("bob")
 STORE, LOAD = Direction.STORE, Direction.LOAD
 
 
+def chunks(number: int) -> tuple[tuple[GroupId, Key], ...]:
+    return tuple((G0, key) for key in KEYS[:number])
+
+
 def blocks(*numbers: int) -> list[BlockId]:
     return [BlockId(number) for number in numbers]
 
@@ -58,7 +62,7 @@ def test_a_store_is_readable_when_the_last_rank_has_reported(num_ranks: int) -> 
             assert ledger.readable(G0, KEYS) == 0
             assert jobs.fenced(blocks(8)) == {job}
         end = jobs.report(answer(job, STORE, order[-1]))
-        assert end == Ended(job, STORE, ALICE, None, settled=True, num_chunks=2)
+        assert end == Ended(job, STORE, ALICE, None, settled=True, chunks=chunks(2))
         assert ledger.readable(G0, KEYS) == 2
         assert (jobs.num_jobs, jobs.num_fences, jobs.num_unanswered) == (0, 0, 0)
         assert ledger.num_leases == 0
@@ -76,7 +80,7 @@ def test_one_failing_rank_fails_the_store(num_ranks: int) -> None:
             for rank in range(num_ranks)
         ]
         error = f"rank {failing}: lost"
-        assert ends[-1] == Ended(job, STORE, None, error, settled=True, num_chunks=2)
+        assert ends[-1] == Ended(job, STORE, None, error, settled=True, chunks=chunks(2))
         assert set(ends[:-1]) <= {None}
         assert ledger.counts()[SlotState.FREE] == 4
         ledger.check()
@@ -113,7 +117,7 @@ def test_a_job_given_up_ends_at_once_and_holds_its_slots_and_fences_until_settle
     assert jobs.report(answer(job, direction, 0)) is None
     end = jobs.report(answer(job, direction, 1, "deadline", settled=False))
     error = "rank 1: deadline"
-    assert end == Ended(job, direction, ALICE, error, settled=False, num_chunks=2)
+    assert end == Ended(job, direction, ALICE, error, settled=False, chunks=chunks(2))
     assert ledger.absent(G0, KEYS[:2]) == [0, 1]
     assert ledger.counts()[SlotState.DOOMED] == 2
     assert (jobs.num_jobs, jobs.num_unanswered, jobs.loading(ALICE)) == (1, 0, False)
@@ -133,7 +137,7 @@ def test_a_rank_may_settle_before_the_others_have_answered() -> None:
     assert jobs.report(answer(job, STORE, 0)) is None
     assert jobs.num_unanswered == 1
     end = jobs.report(answer(job, STORE, 1))
-    assert end == Ended(job, STORE, None, "rank 0: deadline", settled=True, num_chunks=1)
+    assert end == Ended(job, STORE, None, "rank 0: deadline", settled=True, chunks=chunks(1))
     assert ledger.counts()[SlotState.FREE] == 4
 
 

@@ -65,6 +65,7 @@ def split_command(argv: list[str]) -> tuple[list[str], list[str]]:
 
 def _profile(own: list[str], command: list[str]) -> int:
     from . import nsight_run, nsight_trace
+    from .nsight_plot import write_timeline
 
     parser = _parser("kvferry profile")
     parser.add_argument(
@@ -85,6 +86,9 @@ def _profile(own: list[str], command: list[str]) -> int:
     nsight_trace.write_trace(recorder, path)
     timed = [event.timed() for event in recorder.events]
     note = f"trace, for Perfetto or chrome://tracing: {path}"
+    picture = options.out / "kvferry.timeline.png"
+    if write_timeline(recorder.events, picture):
+        note += f"\npicture of a few steps: {picture}"
     _tell({"range": summarise(timed)}, note, as_json=options.json)
     return status
 

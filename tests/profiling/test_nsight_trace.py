@@ -11,6 +11,7 @@ from kvferry.engine.types import Direction, JobId, Rank
 from kvferry.profiling import nsight_trace
 from kvferry.profiling.doctor_trip import check_round_trip
 from kvferry.profiling.nsight import main
+from kvferry.profiling.nsight_plot import busiest
 from kvferry.profiling.nsight_trace import STEPS, Event, Recorder, recording, write_trace
 
 NUM_BYTES = 2 << 20
@@ -49,6 +50,7 @@ def test_a_script_is_run_and_its_trace_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    pytest.importorskip("matplotlib")
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"
@@ -63,6 +65,19 @@ def test_a_script_is_run_and_its_trace_written(
     assert store["num_bytes"] == NUM_BYTES
     assert store["bytes_per_s"] > 0
     assert (out / "kvferry.trace.json").exists()
+    assert (out / "kvferry.timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_busiest_steps_are_shown() -> None:
+    steps = [Event(STEPS, "step", 10 * number, 10 * number + 9) for number in range(10)]
+    loads = [Event("loads", "load", start, start + 30) for start in (5, 41, 52, 58, 95)]
+    flush = Event("ranges of main", "flush", 60, 62)
+    plan = Event("ranges of main", "plan", 41, 42)
+    shown = busiest([*steps, *loads, flush, plan], 3)
+    assert [one.start_ns for one in shown] == [40, 50, 60, 41, 52, 58, 60]
+    assert busiest(steps, 3) == steps[:3]
+    assert len(busiest([*steps, *loads], 100)) == 15
+    assert busiest(loads, 3) == []
 
 
 def report_of(job: int, *, settled: bool = True) -> JobReport:

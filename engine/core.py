@@ -20,27 +20,20 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from .geometry import GroupGeometry, LedgerView
+from .geometry import GroupGeometry
 from .jobs import Ended, Jobs
 from .ledger import Ledger, WriteLease
+from .matching import Matcher
 from .messages import JobOrder, StepOrders, StepReports
 from .offers import OfferCounter
 from .orders import order_of, refusal
-from .planner import Part, plan_load, sources
+from .planner import Part, Tables, sources, wanted
 from .policy import make_policy
-from .requests import NEVER, NO_LIMITS, Limits, Patience, TrackedRequest
-from .rules import boundary_of, longest_hit
+from .requests import NEVER, NO_LIMITS, Limits, TrackedRequest
+from .rules import boundary_of
 from .state import SlotState
-from .types import (
-    BlockId,
-    Direction,
-    GroupId,
-    Key,
-    RequestId,
-)
-
-Tables = Sequence[Sequence[BlockId]]
-"""Block tables of a request, ``[num_groups]``, in the order of the core's groups."""
+from .types import BlockId, Direction, JobId, Key, RequestId
+from .worth import LoadWorth, StepClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +41,16 @@ class CoreOptions:
     """How the core decides.
 
     ``store_threshold``: a chunk is stored the n-th time that it is offered, of the
-    ``max_tracked_offers`` chunks whose offers are remembered. ``wait_s`` bounds how long a request
-    waits for others' transfers.
+    ``max_tracked_offers`` chunks whose offers are remembered. ``min_load_tokens``: a
+    shorter hit is not loaded; None decides by measured rates (see ``worth``). ``wait_s`` bounds how
+    long a request waits for others' transfers.
     """
 
     policy: str = "lru"
     prompt_only: bool = False
     store_threshold: int = 1
     max_tracked_offers: int = 64_000
+    min_load_tokens: int | None = 0
     wait_s: float = 5.0
 
 
@@ -77,13 +72,15 @@ class SchedulingCore:
         self.ledger = Ledger(num_slots, num_ids, make_policy(self.options.policy, num_slots))
         self.jobs = Jobs(self.ledger, num_ranks)
         self._offers = OfferCounter(self.options.store_threshold, self.options.max_tracked_offers)
-        self._rules = tuple(geometry.rule for geometry in groups)
-        self._boundary = boundary_of(self._rules)
+        self._worth = LoadWorth(self.options.min_load_tokens)
+        self._matcher = Matcher(
+            self.groups, self.ledger, self.jobs, self._worth, self.options.wait_s, clock
+        )
+        self._load_started: dict[JobId, tuple[int, float]] = {}
+        self._steps = StepClock()
+        self._boundary = boundary_of([geometry.rule for geometry in groups])
         self._clock = clock
         self._requests: dict[RequestId, TrackedRequest] = {}
-        self._patience: dict[RequestId, Patience] = {}
-        self._loading: Counter[tuple[GroupId, Key]] = Counter()
-        """Chunks that loads in flight read, with how many of them do."""
         self._loads: list[JobOrder] = []
         self._stores: list[JobOrder] = []
         self._prior_stores: list[JobOrder] = []
@@ -110,7 +107,7 @@ class SchedulingCore:
     def forget(self, request_id: RequestId) -> None:
         self._drop_pins(request_id)
         self._requests.pop(request_id, None)
-        self._patience.pop(request_id, None)
+        self._matcher.forget(request_id)
 
     def _drop_pins(self, request_id: RequestId) -> None:
         request = self._requests.get(request_id)
@@ -122,70 +119,16 @@ class SchedulingCore:
     # -- matching ---------------------------------------------------------------------------
 
     def match(self, request_id: RequestId, num_tokens: int, *, wait: bool) -> int | None:
-        """Tokens that can be loaded behind what vLLM's own cache serves; None to be asked again.
-
-        ``num_tokens`` is the request's length; its last token is always computed, as in vLLM's own
-        prefix cache, so that there are logits to sample from. With ``wait``, chunks that others are
-        storing or loading right now are waited for, once and for a bounded time: what is stored
-        can be loaded then, and what is loaded is in vLLM's own cache then.
-        """
-        request = self._requests[request_id]
-        start = request.num_local_tokens
-        limit = min(num_tokens - 1, start + request.limits.max_load_tokens)
-        self._counts["lookups"] += 1
-        if limit <= start or any(start % geometry.block_tokens for geometry in self.groups):
-            return 0
-        views = [LedgerView(self.ledger, group, request.hashes, start) for group in self.groups]
-        ask_pending = wait and self.ledger.num_writing > 0
-        hit = longest_hit(self._rules, views, start, limit, ask_pending=ask_pending)
-        if wait and (hit.pending or self._is_being_loaded(request, hit.ready_tokens)):
-            if self._may_wait(request_id):
-                return None
-        else:
-            self._patience.pop(request_id, None)
-        request.hit_tokens = hit.ready_tokens
-        self._counts["hits"] += hit.ready_tokens > start
-        return hit.ready_tokens - start
-
-    def _is_being_loaded(self, request: TrackedRequest, hit_tokens: int) -> bool:
-        if not self._loading:
-            return False
-        return any(
-            (part.geometry.group, key) in self._loading
-            for part in self._wanted(request, hit_tokens, None)
-            for key in part.keys
-        )
-
-    def _may_wait(self, request_id: RequestId) -> bool:
-        """Whether the request goes on waiting for the jobs that were there when it began to."""
-        patience = self._patience.get(request_id)
-        if patience is None:
-            patience = Patience(self._clock(), self.jobs.next_id)
-            self._patience[request_id] = patience
-        oldest = self.jobs.oldest_unanswered
-        waited_s = self._clock() - patience.since_s
-        return oldest is not None and oldest < patience.until_job and waited_s < self.options.wait_s
+        """Tokens that can be loaded behind what vLLM's own cache serves (see ``Matcher.match``)."""
+        return self._matcher.match(request_id, self._requests[request_id], num_tokens, wait=wait)
 
     def pin(self, request_id: RequestId) -> None:
         """Hold the chunks of the last match until they are loaded or the request goes away."""
         request = self._requests[request_id]
-        parts = self._wanted(request, request.hit_tokens, None)
+        parts = wanted(self.groups, request, request.hit_tokens)
         request.pins = tuple(
             self.ledger.pin(part.geometry.group, part.keys) for part in parts if part.keys
         )
-
-    def _wanted(
-        self, request: TrackedRequest, hit_tokens: int, tables: Tables | None
-    ) -> list[Part]:
-        """What a hit loads, per group; without ``tables`` the keys count, not the blocks."""
-        start = request.num_local_tokens
-        parts = []
-        for i, geometry in enumerate(self.groups):
-            table: Sequence[BlockId] = (
-                tables[i] if tables else range(-(-hit_tokens // geometry.block_tokens))  # type: ignore[assignment]
-            )
-            parts.append(plan_load(geometry, request.hashes, table, start, hit_tokens))
-        return parts
 
     # -- loads ------------------------------------------------------------------------------
 
@@ -206,8 +149,8 @@ class SchedulingCore:
     def _load(
         self, request_id: RequestId, request: TrackedRequest, tables: Tables, num_tokens: int
     ) -> None:
-        parts = self._wanted(request, request.num_local_tokens + num_tokens, tables)
-        parts = [part for part in parts if part.keys]
+        end = request.num_local_tokens + num_tokens
+        parts = [part for part in wanted(self.groups, request, end, tables) if part.keys]
         request.loading = True
         if not all(self._is_readable(part) for part in parts):
             # Fewer tokens were taken than answered, and a window now begins where nothing is
@@ -217,7 +160,8 @@ class SchedulingCore:
         leases = tuple(self.ledger.pin(part.geometry.group, part.keys) for part in parts)
         blocks = [block for part in parts for block in part.blocks]
         job_id = self.jobs.start(Direction.LOAD, leases, request_id, blocks)
-        self._loading.update((lease.group, key) for lease in leases for key in lease.keys)
+        self._load_started[job_id] = num_tokens, self._clock()
+        self._matcher.load_began((lease.group, key) for lease in leases for key in lease.keys)
         self._loads.append(order_of(job_id, Direction.LOAD, leases, parts, request_id))
 
     def _is_readable(self, part: Part) -> bool:
@@ -330,8 +274,10 @@ class SchedulingCore:
         """These GPU blocks will be written in the step being built, by whomever."""
         self._allocated.update(blocks)
 
-    def build(self) -> StepOrders:
-        """End the step being built: its orders, flush list first."""
+    def build(self, num_scheduled_tokens: int = 0) -> StepOrders:
+        """End the step being built, which computes ``num_scheduled_tokens``: its orders."""
+        if num_scheduled_tokens:
+            self._steps.built(self._clock(), num_scheduled_tokens)
         own = {order.job_id for order in (*self._loads, *self._stores)}
         flush = self.jobs.fenced(self._allocated) - own
         orders = StepOrders(
@@ -354,8 +300,10 @@ class SchedulingCore:
                 continue
             ended.append(end)
             if end.direction is Direction.LOAD:
-                self._loading.subtract(end.chunks)
-                self._loading = +self._loading
+                self._matcher.load_ended(end.chunks)
+                num_tokens, started_s = self._load_started.pop(end.job_id)
+                if end.error is None:
+                    self._worth.saw_load(num_tokens, self._clock() - started_s)
             if end.error is not None:
                 self._counts["failed_jobs"] += 1
             elif end.direction is Direction.STORE:
@@ -363,6 +311,12 @@ class SchedulingCore:
             else:
                 self._counts["loaded_chunks"] += len(end.chunks)
         return ended
+
+    def step_ended(self) -> None:
+        """The oldest step that computes tokens has run."""
+        step = self._steps.ended(self._clock())
+        if step is not None:
+            self._worth.saw_step(*step)
 
     def reset(self) -> None:
         """Forget every stored chunk. What live requests have computed is not stored any more."""
@@ -383,7 +337,7 @@ class SchedulingCore:
     def snapshot(self) -> dict[str, int | float]:
         """Live counts; slots by state first."""
         states = self.ledger.counts()
-        counted = ("lookups", "hits", "stored_chunks", "loaded_chunks", "failed_jobs")
+        counted = ("stored_chunks", "loaded_chunks", "failed_jobs")
         return {
             **{state.name.lower(): states[state] for state in SlotState},
             "leases": self.ledger.num_leases,
@@ -391,5 +345,6 @@ class SchedulingCore:
             "fences": self.jobs.num_fences,
             "requests": len(self._requests),
             "evicted_chunks": self.ledger.num_evicted,
+            **self._matcher.counts,
             **{name: self._counts[name] for name in counted},
         }

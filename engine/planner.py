@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .geometry import GroupGeometry
+from .requests import TrackedRequest
 from .types import NO_BLOCK, BlockId, Key
+
+Tables = Sequence[Sequence[BlockId]]
+"""Block tables of a request, ``[num_groups]``, in the order of the core's groups."""
+
+_ANY_BLOCK = [BlockId(0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,21 @@ def plan_load(
         chosen = [block for i in loaded for block in chosen[i * size : (i + 1) * size]]
         keys = [keys[i] for i in loaded]
     return Part(geometry, tuple(keys), tuple(chosen))
+
+
+def wanted(
+    groups: Sequence[GroupGeometry],
+    request: TrackedRequest,
+    hit_tokens: int,
+    tables: Tables | None = None,
+) -> list[Part]:
+    """What a hit of ``hit_tokens`` loads, per group; without ``tables`` only the keys count."""
+    start = request.num_local_tokens
+    parts = []
+    for i, geometry in enumerate(groups):
+        table = tables[i] if tables else _ANY_BLOCK * -(-hit_tokens // geometry.block_tokens)
+        parts.append(plan_load(geometry, request.hashes, table, start, hit_tokens))
+    return parts
 
 
 def sources(

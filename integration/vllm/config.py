@@ -28,19 +28,25 @@ def _parsed_by(parser: values.Parser) -> dict[str, values.Parser]:
 class Options:
     """What a user can set in ``kv_connector_extra_config`` for either connector.
 
-    ``cpu_bytes_to_use`` is for the whole server and is split over its ranks;
-    ``num_cpu_blocks`` (slots, of any size) and ``cpu_bytes_to_use_per_rank`` win over it, in this
-    order. ``integrity`` None leaves the choice to the device. ``kv_cache_layout`` is a layout that
-    vLLM is asked to prefer.
+    ``cpu_bytes_to_use`` is for the whole server and is split over its ranks; ``num_cpu_blocks``
+    (slots, of any size) and ``cpu_bytes_to_use_per_rank`` win over it, in this order.
+    ``min_load_tokens``: a shorter hit is not loaded; None ("auto") decides by measured rates.
+    ``integrity`` None leaves the choice to the device. ``measure_s`` bounds the time for measuring
+    transfer strategies at the first start on a device. ``kv_cache_layout`` is a layout that vLLM is
+    asked to prefer.
     """
 
     cpu_bytes_to_use: int = field(default=8 * GIB, metadata=_parsed_by(values.size))
     cpu_bytes_to_use_per_rank: int | None = field(default=None, metadata=_parsed_by(values.size))
     num_cpu_blocks: int | None = field(default=None, metadata=_parsed_by(values.count))
     transfer_deadline_s: float = field(default=60.0, metadata=_parsed_by(values.seconds))
+    min_load_tokens: int | None = field(
+        default=None, metadata=_parsed_by(values.auto_or(values.count_or_zero))
+    )
     integrity: Integrity | None = field(
         default=None, metadata=_parsed_by(values.one_of("full", "sample", "off"))
     )
+    measure_s: float = field(default=1.0, metadata=_parsed_by(values.seconds_or_zero))
     kv_cache_layout: str = field(
         default="auto", metadata=_parsed_by(values.one_of("auto", *LAYOUTS))
     )
@@ -89,7 +95,7 @@ class Options:
 
     def core_options(self) -> CoreOptions:
         """What the scheduling core is told."""
-        return CoreOptions()
+        return CoreOptions(min_load_tokens=self.min_load_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +140,7 @@ class OffloadingOptions(Options):
 
     def core_options(self) -> CoreOptions:
         return CoreOptions(
+            min_load_tokens=self.min_load_tokens,
             policy=self.eviction_policy,
             prompt_only=self.offload_prompt_only,
             store_threshold=self.store_threshold,

@@ -22,7 +22,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ...engine.core import SchedulingCore
-from ...engine.messages import StepOrders
+from ...engine.messages import StepOrders, StepReports
 from ...engine.types import Rank
 from . import support
 from .caches import layout_from
@@ -172,9 +172,12 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
         return OrdersMetadata(self._manager.build_orders(scheduler_output))
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        metadata = connector_output.kv_connector_worker_meta
-        if self._manager is not None and isinstance(metadata, ReportsMetadata):
-            self._manager.take(metadata.reports)
+        if self._manager is not None:
+            metadata = connector_output.kv_connector_worker_meta
+            if isinstance(metadata, ReportsMetadata):
+                self._manager.take(metadata.reports)
+            else:
+                self._manager.take(StepReports())
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
@@ -209,7 +212,23 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
         rank = Rank(pp.rank_in_group * tp.world_size + tp.rank_in_group)
         blocks_per_chunk = {group.group: group.blocks_per_chunk for group in self._groups}
         layout = layout_from(kv_caches, self._kv_cache_config, blocks_per_chunk)
-        self._worker = OffloadWorker(layout, self._options, rank, self._num_ranks)
+        self._worker = OffloadWorker(
+            layout,
+            self._options,
+            rank,
+            self._num_ranks,
+            writes_before_flush=support.writes_before_flush(
+                self._kv_cache_config, self._vllm_config
+            ),
+        )
+
+    def unregister_kv_caches(self) -> None:
+        """Sleep (vLLM 0.33): the KV cache is about to be unmapped, so what moves is finished."""
+        if self._worker is not None:
+            self._worker.drain()
+
+    def restore_kv_caches(self) -> None:
+        """Wake-up (vLLM 0.33): nothing, the cache is mapped where it was."""
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return RankCapacity(self._worker.num_slots) if self._worker is not None else None

@@ -71,7 +71,7 @@ class OffloadManager(ABC):
                 tables = views.current_tables(scheduler_output, request_id, self._group_ids)
                 if tables is not None:
                     core.offer(request_id, num_computed, tables)
-        return core.build()
+        return core.build(scheduler_output.total_num_scheduled_tokens)
 
     def finished(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """The request ends: its last full blocks are stored before they can be overwritten."""
@@ -81,6 +81,8 @@ class OffloadManager(ABC):
         self.core.forget(request_id)
 
     def take(self, reports: StepReports) -> None:
+        """A step has run on every rank; what they report of their jobs."""
+        self.core.step_ended()
         self.core.take(reports)
 
     def reset(self) -> None:

@@ -41,11 +41,42 @@ def count(key: str, given: Any) -> int:
     return given
 
 
+def count_or_zero(key: str, given: Any) -> int:
+    """A non-negative integer."""
+    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+        raise refusal(key, given, "0, a positive integer")
+    return given
+
+
+def auto_or(parser: Parser) -> Parser:
+    """``"auto"`` (given as None), or what ``parser`` allows."""
+
+    def parse(key: str, given: Any) -> Any:
+        if given == "auto":
+            return None
+        try:
+            return parser(key, given)
+        except ValueError as error:
+            raise ValueError(f'{error} or "auto"') from None
+
+    return parse
+
+
 def seconds(key: str, given: Any) -> float:
     """A positive number of seconds."""
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < 1e6:
         raise refusal(key, given, "a number of seconds above 0 and below 1e6")
     return float(given)
+
+
+def seconds_or_zero(key: str, given: Any) -> float:
+    """A number of seconds, 0 to do without."""
+    if given == 0 and not isinstance(given, bool):
+        return 0.0
+    try:
+        return seconds(key, given)
+    except ValueError:
+        raise refusal(key, given, "0, or a number of seconds below 1e6") from None
 
 
 def flag(key: str, given: Any) -> bool:

@@ -96,6 +96,19 @@ def _kind_of(spec: "KVCacheSpec") -> tuple[GroupKind, int | None, int]:
     )
 
 
+def writes_before_flush(kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig") -> bool:
+    """Whether vLLM's worker writes to fresh blocks before it hands over a step's flush list.
+
+    The second model runner (0.32, 0.33) zeroes blocks and copies partial ones before it calls
+    ``handle_preemptions``, the first one after that. It zeroes for caches of mixed precision, and
+    copies where a hit may end inside a block, which takes several groups.
+    """
+    if not vllm_config.use_v2_model_runner:
+        return False
+    several = len(kv_cache_config.kv_cache_groups) > 1
+    return bool(kv_cache_config.needs_kv_cache_zeroing) or several
+
+
 def estimated_slot_bytes(kv_cache_config: "KVCacheConfig", groups: Sequence[GroupGeometry]) -> int:
     """Bytes of one chunk as the scheduler sees it: a guess until the ranks have reported theirs."""
     sizes = []

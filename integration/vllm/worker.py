@@ -5,8 +5,9 @@ import torch
 from ...engine.arena import Arena
 from ...engine.devices.base import Device
 from ...engine.devices.cpu import CpuDevice
+from ...engine.devices.cuda import open_cuda
 from ...engine.layout import Layout
-from ...engine.messages import JobReport, StepOrders, StepReports
+from ...engine.messages import JobOrder, JobReport, StepOrders, StepReports
 from ...engine.transfer import TransferEngine, TransferOptions
 from ...engine.types import NO_BLOCK, NO_JOB, BlockId, Direction, JobId, Rank, RequestId
 from .config import Options
@@ -26,11 +27,16 @@ class OffloadWorker:
         options: Options,
         rank: Rank,
         num_ranks: int,
+        *,
+        writes_before_flush: bool = False,
     ) -> None:
-        """Raises ValueError for a device that is not supported or memory too small for a slot, and
+        """``writes_before_flush``: vLLM writes to fresh blocks before ``begin`` (see ``support``).
+
+        Raises ValueError for a device that is not supported or memory too small for a slot, and
         ``CapacityError`` for more memory than there is."""
         device = _device_of(layout.tensors[0])
-        integrity = options.integrity or "sample"
+        on_gpu = layout.tensors[0].is_cuda
+        integrity = options.integrity or ("full" if on_gpu else "sample")
         checksums = integrity != "off"
         self.num_slots = options.num_slots(layout.bytes_per_slot(checksums=checksums), num_ranks)
         arena = Arena.reserve(
@@ -44,11 +50,18 @@ class OffloadWorker:
             layout,
             arena,
             rank,
-            TransferOptions(deadline_s=options.transfer_deadline_s, integrity=integrity),
+            TransferOptions(
+                deadline_s=options.transfer_deadline_s,
+                integrity=integrity,
+                measure_s=options.measure_s,
+            ),
         )
         # On the CPU compute is in program order, so a store can start as soon as its forward has
         # returned; on a GPU it starts a step later, behind the sampled tokens' way out.
-        self._defer_stores = layout.tensors[0].is_cuda
+        self._defer_stores = on_gpu and not writes_before_flush
+        self._writes_before_flush = writes_before_flush
+        self._rank = rank
+        self._deadline_s = options.transfer_deadline_s
         self._loads: dict[JobId, tuple[RequestId, tuple[BlockId, ...]]] = {}
         self._reports: list[JobReport] = []
         self._finished_loads: set[RequestId] = set()
@@ -59,8 +72,16 @@ class OffloadWorker:
         """Before anything of the step is written: submit what was computed before, then flush."""
         self._engine.begin_step()
         for order in orders.prior_stores:
-            self._engine.submit(order)
+            if self._writes_before_flush and order.job_id in orders.flush:
+                self._miss(order)
+            else:
+                self._engine.submit(order)
         self._engine.flush(orders.flush)
+
+    def _miss(self, order: JobOrder) -> None:
+        """The blocks were given away and written to before they could be stored."""
+        error = "its blocks were overwritten before the store could begin"
+        self._reports.append(JobReport(order.job_id, self._rank, order.direction, error))
 
     def mark_loads(self) -> None:
         """Fresh blocks have been zeroed: loads of this step come after that."""
@@ -82,10 +103,21 @@ class OffloadWorker:
         """After the forward was launched."""
         for order in orders.stores:
             self._engine.submit(order, deferred=self._defer_stores)
+        if self._writes_before_flush:
+            # The next step's first writes come before its flush list does: nothing of this step may
+            # still be reading then.
+            self._engine.flush(order.job_id for order in (*orders.prior_stores, *orders.stores))
 
     def poll(self) -> None:
         """Take what the engine has to report."""
-        for report in self._engine.poll():
+        self._take(self._engine.poll())
+
+    def drain(self) -> None:
+        """Finish what was submitted; what it reports is passed on in the next step."""
+        self._take(self._engine.drain(self._deadline_s))
+
+    def _take(self, reports: list[JobReport]) -> None:
+        for report in reports:
             self._reports.append(report)
             if report.direction is Direction.LOAD and report.job_id in self._loads:
                 # A job's first report is its answer; one after a missed deadline only settles it.
@@ -122,8 +154,8 @@ class OffloadWorker:
 
 
 def _device_of(cache: torch.Tensor) -> Device:
-    if cache.device.type != "cpu":
-        raise ValueError(
-            f"KV cache on device {cache.device.type!r}; supported by this version: 'cpu'"
-        )
-    return CpuDevice()
+    if cache.is_cuda:
+        return open_cuda(cache.device)
+    if cache.device.type == "cpu":
+        return CpuDevice()
+    raise ValueError(f"KV cache on device {cache.device.type!r}; supported: 'cpu', 'cuda'")

@@ -204,7 +204,8 @@ class Engine:
         capacities = {(0, rank): RankCapacity(num_slots) for rank in range(num_ranks)}
         self.connector.set_xfer_handshake_metadata_pp_aware(capacities)
         self.now_s = 0.0
-        self.manager.core._clock = lambda: self.now_s
+        for timed in (self.manager.core, self.manager.core._matcher):
+            timed._clock = lambda: self.now_s
         self.ranks = FakeRanks(num_ranks)
         self.sampled_token = SAMPLED_TOKEN
         self._in_flight: list[tuple[SchedulerOutput, dict[str, bool]]] = []

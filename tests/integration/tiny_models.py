@@ -222,7 +222,11 @@ def tiny_engine(
             "kv_connector": connector,
             "kv_role": "kv_both",
             "kv_load_failure_policy": policy,
-            "kv_connector_extra_config": {"cpu_bytes_to_use": "64MiB", **(extra_config or {})},
+            "kv_connector_extra_config": {
+                "cpu_bytes_to_use": "64MiB",
+                "min_load_tokens": 0,
+                **(extra_config or {}),
+            },
         }
     settings: dict[str, Any] = {
         "max_model_len": 1024,

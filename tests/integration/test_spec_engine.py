@@ -26,8 +26,13 @@ SPEC = {
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model("llama", tmp_path_factory.mktemp("models"))
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def llama(models: Path) -> Path:
+    return build_model("llama", models)
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +48,14 @@ def expected(llama: Path, prompts: list[list[int]]) -> list[list[int]]:
         return [answer.token_ids for answer in engine.generate(prompts)]
 
 
-def under_spec(model: Path, **options: Any) -> Any:
-    settings = {"num_blocks": 40, **PRESSURE}
+def under_spec(model: Path, *, num_blocks: int = 40, **options: Any) -> Any:
+    transfer = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": "64MiB", **SPEC, **options},
+    }
     return tiny_engine(
-        model, connector="OffloadingConnector", extra_config={**SPEC, **options}, **settings
+        model, connector=None, num_blocks=num_blocks, kv_transfer_config=transfer, **PRESSURE
     )
 
 
@@ -86,6 +95,21 @@ def test_tokens_are_equal_when_both_pools_evict(
         assert manager._ledger.num_evicted > 10
     assert [answer.token_ids for answer in answers] == expected
     assert worker.snapshot()["arena_bytes"] == 0  # closed with the engine
+
+
+def test_tokens_are_equal_with_several_groups(models: Path, prompts: list[list[int]]) -> None:
+    """Two groups with a window and one without, which overlay each other on the "GPU"."""
+    model, some = build_model("gemma3", models), prompts[:40]
+    with tiny_engine(model, connector=None, num_blocks=400, enable_prefix_caching=False) as engine:
+        expected = [answer.token_ids for answer in engine.generate(some)]
+    with under_spec(model, num_cpu_blocks=120, eviction_policy="arc", num_blocks=80) as engine:
+        answers = engine.generate(some)
+        check_idle(engine)
+        worker = worker_of(engine).snapshot()
+        assert len(worker_of(engine)._engine._layout.groups) == 3
+    assert [answer.token_ids for answer in answers] == expected
+    assert worker["loaded_bytes"] > 0
+    assert worker["failed_jobs"] == 0
 
 
 @pytest.fixture(scope="module")

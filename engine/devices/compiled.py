@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar, cast
 import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite.binding import ffi  # type: ignore[import-untyped]
 from numba.core import cgutils
 from numba.core.types import boolean, int64, uint64, void, voidptr
 from numba.extending import intrinsic
@@ -33,6 +34,27 @@ _PREFETCH_BYTES: Final = 512
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
+
+
+def _answer_no_special_names(proxy: Any) -> None:
+    """Let llvmlite's library proxy say that it has no ``__dict__``.
+
+    It answers every name, ``__dict__`` too, with a function. Whoever looks through all modules for
+    values with a ``__dict__`` stumbles over that: vLLM's CPU build does when a second engine starts
+    in a process, and stops with an AttributeError (seen with vLLM 0.32 and llvmlite 0.47).
+    """
+    answer = proxy.__getattr__
+
+    def __getattr__(self: Any, name: str) -> Any:  # noqa: N807
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return answer(self, name)
+
+    proxy.__getattr__ = __getattr__
+
+
+if hasattr(ffi.lib, "__dict__"):
+    _answer_no_special_names(type(ffi.lib))
 
 
 @intrinsic  # type: ignore[untyped-decorator]

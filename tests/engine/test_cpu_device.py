@@ -120,6 +120,29 @@ def test_both_loops_move_the_same_bytes(
         assert np.array_equal(pages, wanted_pages)
 
 
+def test_a_look_through_all_modules_does_not_stumble() -> None:
+    """vLLM's CPU build reads ``vars`` of every value in every module when an engine starts."""
+    assert COMPILED is not None
+    for module in list(sys.modules.values()):
+        for value in list(getattr(module, "__dict__", {}).values()):
+            if hasattr(value, "__dict__"):
+                vars(value).get("kernel")
+
+
+@pytest.mark.timeout(20)  # less than WAIT_S: who is not woken looks again when that is over
+def test_a_waiting_caller_is_woken_by_the_end_of_a_transfer() -> None:
+    with Attached(HeldDevice(1)) as attached:
+        device = attached.device
+        device.hold(JobId(1))
+        ticket = device.launch(attached.piece, Lane.LOADS, (), Strategy(Method.COMPILED))
+        waiting = threading.Thread(target=device.wait, args=([ticket], WAIT_S))
+        waiting.start()
+        assert device.started.wait(WAIT_S)
+        device.release(JobId(1))
+        waiting.join()
+        assert ticket.done()
+
+
 class NoPinning:
     can_pin = False
     numa_node = None

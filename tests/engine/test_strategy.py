@@ -117,6 +117,15 @@ def test_the_fastest_is_found_and_remembered(tmp_path: Path) -> None:
     assert read_table(table_path(device.identity, tmp_path), device.identity) == table
 
 
+def test_loads_measured_alone_change_no_byte_either(tmp_path: Path) -> None:
+    device, table = measured(tmp_path, {ONE: 1.0, TWO: 1.0})
+    stores = {where: how for where, how in table.items() if where.direction is STORE}
+    write_table(table_path(device.identity, tmp_path), device.identity, stores)
+    again, same = measured(tmp_path, {ONE: 1.0, TWO: 1.0})
+    assert same == table
+    assert again.launched
+
+
 def test_the_first_guess_stays_unless_another_is_clearly_faster(tmp_path: Path) -> None:
     _, table = measured(tmp_path, {ONE: 1.0, TWO: 0.95})
     chosen = {situation.direction: strategy for situation, strategy in table.items()}

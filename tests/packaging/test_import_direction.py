@@ -20,6 +20,7 @@ WORKER_HALF = {
     "holds",
     "layout",
     "mapping",
+    "measure",
     "options",
     "pieces",
     "ranges",

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from .changes import Change, Journal
 from .geometry import GroupGeometry
 from .jobs import Ended, Jobs
 from .ledger import Ledger, WriteLease
@@ -27,7 +28,7 @@ from .matching import Matcher
 from .messages import JobOrder, StepOrders, StepReports
 from .offers import OfferCounter
 from .orders import order_of, refusal
-from .planner import Part, Tables, sources, wanted
+from .planner import Part, PlannedStore, Tables, sources, wanted
 from .policy import make_policy
 from .requests import NEVER, NO_LIMITS, Limits, TrackedRequest
 from .rules import boundary_of
@@ -43,7 +44,8 @@ class CoreOptions:
     ``store_threshold``: a chunk is stored the n-th time that it is offered, of the
     ``max_tracked_offers`` chunks whose offers are remembered. ``min_load_tokens``: a
     shorter hit is not loaded; None decides by measured rates (see ``worth``). ``wait_s`` bounds how
-    long a request waits for others' transfers.
+    long a request waits for others' transfers. ``journal``: keep what becomes readable and stops
+    being so, for ``take_changes``.
     """
 
     policy: str = "lru"
@@ -52,6 +54,7 @@ class CoreOptions:
     max_tracked_offers: int = 64_000
     min_load_tokens: int | None = 0
     wait_s: float = 5.0
+    journal: bool = False
 
 
 class SchedulingCore:
@@ -70,6 +73,7 @@ class SchedulingCore:
         self.options = options or CoreOptions()
         num_ids = max(geometry.group for geometry in groups) + 1
         self.ledger = Ledger(num_slots, num_ids, make_policy(self.options.policy, num_slots))
+        self.ledger.journal = Journal() if self.options.journal else None
         self.jobs = Jobs(self.ledger, num_ranks)
         self._offers = OfferCounter(self.options.store_threshold, self.options.max_tracked_offers)
         self._worth = LoadWorth(self.options.min_load_tokens)
@@ -138,6 +142,9 @@ class SchedulingCore:
         if request is None:  # another connector's, or never asked about: only fence
             self.allocated(block for table in tables for block in table)
             return
+        if request.outcome != "hits" or num_external_tokens:
+            self._counts[request.outcome] += 1
+        request.outcome = ""
         for geometry, table in zip(self.groups, tables, strict=True):
             self.allocated(table[request.num_local_tokens // geometry.block_tokens :])
         if num_external_tokens:
@@ -180,14 +187,15 @@ class SchedulingCore:
 
     def offer(
         self, request_id: RequestId, num_computed: int, tables: Tables, *, finished: bool = False
-    ) -> None:
+    ) -> PlannedStore | None:
         """Plan the store of the request's full, hashed chunks that were not offered yet.
 
         ``finished`` says that the request has ended: all of it was computed before this step, and
-        nothing of it is volatile any more. Chunks that are there already are touched.
+        nothing of it is volatile any more. Chunks that are there already are touched. Returns what
+        is stored, None when that is nothing.
         """
         if not self.due(request_id, num_computed):
-            return
+            return None
         request = self._requests[request_id]
         limit = request.limits.max_store_tokens
         if self.options.prompt_only:
@@ -201,12 +209,13 @@ class SchedulingCore:
         leases = [lease for lease, _ in offered if lease is not None]
         request.next_due_tokens = self._next_due(request, num_tokens, limit)
         if not leases:
-            return
+            return None
         parts = [part for _, part in offered if part is not None]
         blocks = [block for part in parts for block in part.blocks]
         job_id = self.jobs.start(Direction.STORE, tuple(leases), request_id, blocks)
         orders = self._prior_stores if finished else self._stores
         orders.append(order_of(job_id, Direction.STORE, leases, parts, request_id))
+        return PlannedStore(job_id, tuple(parts))
 
     def _next_due(self, request: TrackedRequest, num_tokens: int, limit: int) -> int:
         """The least number of computed tokens that completes another chunk."""
@@ -305,12 +314,17 @@ class SchedulingCore:
                 if end.error is None:
                     self._worth.saw_load(num_tokens, self._clock() - started_s)
             if end.error is not None:
-                self._counts["failed_jobs"] += 1
+                self._counts[f"failed_{end.direction}s"] += 1
             elif end.direction is Direction.STORE:
                 self._counts["stored_chunks"] += len(end.chunks)
             else:
                 self._counts["loaded_chunks"] += len(end.chunks)
         return ended
+
+    def take_changes(self) -> list[Change]:
+        """What became readable and stopped being so since the last call, where that is kept."""
+        journal = self.ledger.journal
+        return journal.take() if journal is not None else []
 
     def step_ended(self) -> None:
         """The oldest step that computes tokens has run."""
@@ -337,7 +351,8 @@ class SchedulingCore:
     def snapshot(self) -> dict[str, int | float]:
         """Live counts; slots by state first."""
         states = self.ledger.counts()
-        counted = ("stored_chunks", "loaded_chunks", "failed_jobs")
+        counted = ("stored_chunks", "loaded_chunks", "failed_stores", "failed_loads")
+        answered = ("hits", "misses", "declined")
         return {
             **{state.name.lower(): states[state] for state in SlotState},
             "leases": self.ledger.num_leases,
@@ -346,5 +361,6 @@ class SchedulingCore:
             "requests": len(self._requests),
             "evicted_chunks": self.ledger.num_evicted,
             **self._matcher.counts,
-            **{name: self._counts[name] for name in counted},
+            **{name: self._counts[name] for name in (*answered, *counted)},
+            "failed_jobs": self._counts["failed_stores"] + self._counts["failed_loads"],
         }

@@ -20,6 +20,7 @@ from itertools import compress
 from operator import indexOf, not_
 from typing import Final, TypeVar, cast
 
+from .changes import Journal
 from .errors import InvalidTransition
 from .leases import Lease, ReadLease, WriteLease
 from .ledger_check import check
@@ -41,7 +42,10 @@ def _idents(group: GroupId, keys: Sequence[Key]) -> list[int]:
 
 
 class Ledger:
-    """``num_slots`` slots shared by ``num_groups`` KV cache groups. LRU unless told otherwise."""
+    """``num_slots`` slots shared by ``num_groups`` KV cache groups. LRU unless told otherwise.
+
+    Who publishes what can be found sets a ``journal``, and takes it in every step.
+    """
 
     __slots__ = (
         "_counts",
@@ -55,6 +59,7 @@ class Ledger:
         "_readers",
         "_states",
         "_writing",
+        "journal",
         "num_evicted",
         "num_groups",
         "num_slots",
@@ -70,6 +75,7 @@ class Ledger:
         self.num_slots = num_slots
         self.num_groups = num_groups
         self.num_evicted = 0
+        self.journal: Journal | None = None
         self._policy: EvictionPolicy = LRU(num_slots) if policy is None else policy
         self._readable: list[dict[Key, SlotId]] = [{} for _ in range(num_groups)]
         self._writing: list[dict[Key, SlotId]] = [{} for _ in range(num_groups)]
@@ -222,6 +228,8 @@ class Ledger:
             del writing[key]
         self._readable[lease.group].update(zip(keys, written, strict=True))
         self._policy.admit(written, _idents(lease.group, keys))
+        if self.journal is not None:
+            self.journal.found(lease.group, keys)
         if not whole:
             self._let_go(lease.slots)
 
@@ -248,11 +256,14 @@ class Ledger:
         written = set(self._in_state(wanted, SlotState.WRITING))
         gone = [(group, self._key_of[s]) for s in wanted if s not in written]
         self._lose(wanted)
-        self._evicted.extend(gone)
+        self._gone(gone)
         return len(wanted)
 
     def invalidate_all(self) -> int:
         """Make sure that no key of now is found any more; returns how many were. A cache reset."""
+        if self.journal is not None:
+            groups = map(GroupId, range(self.num_groups))
+            self.journal.lost((group, key) for group in groups for key in self._readable[group])
         indices = [*self._readable, *self._writing]
         slots = [slot for index in indices for slot in index.values()]
         self._lose(slots)
@@ -307,8 +318,13 @@ class Ledger:
         gone = list(zip(groups, map(self._key_of.__getitem__, victims), strict=True))
         self._forget_keys(victims)
         self._free.extend(victims)
-        self._evicted.extend(gone)
+        self._gone(gone)
         self.num_evicted += len(victims)
+
+    def _gone(self, chunks: Sequence[tuple[GroupId, Key]]) -> None:
+        self._evicted.extend(chunks)
+        if self.journal is not None:
+            self.journal.lost(chunks)
 
     def _take_free(self, count: int) -> list[SlotId]:
         used = min(count, len(self._free))

@@ -35,7 +35,7 @@ class Matcher:
         self._patience: dict[RequestId, Patience] = {}
         self._loading: Counter[tuple[GroupId, Key]] = Counter()
         """Chunks that loads in flight read, with how many of them do."""
-        self.counts = {"lookups": 0, "hits": 0, "declined": 0}
+        self.counts = {"lookups": 0, "waits": 0}
 
     def match(
         self, request_id: RequestId, request: TrackedRequest, num_tokens: int, *, wait: bool
@@ -57,15 +57,16 @@ class Matcher:
         hit = longest_hit(self._rules, views, start, limit, ask_pending=ask_pending)
         if wait and (hit.pending or self._is_being_loaded(request, hit.ready_tokens)):
             if self._may_wait(request_id):
+                self.counts["waits"] += 1
                 return None
         else:
             self._patience.pop(request_id, None)
         num_hit_tokens = hit.ready_tokens - start
         if num_hit_tokens and not self._worth.allows(num_hit_tokens):
-            self.counts["declined"] += 1
+            request.outcome = "declined"
             return 0
         request.hit_tokens = hit.ready_tokens
-        self.counts["hits"] += num_hit_tokens > 0
+        request.outcome = "hits" if num_hit_tokens else "misses"
         return num_hit_tokens
 
     def forget(self, request_id: RequestId) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .geometry import GroupGeometry
 from .requests import TrackedRequest
-from .types import NO_BLOCK, BlockId, Key
+from .types import NO_BLOCK, BlockId, JobId, Key
 
 Tables = Sequence[Sequence[BlockId]]
 """Block tables of a request, ``[num_groups]``, in the order of the core's groups."""
@@ -23,6 +23,14 @@ class Part:
     geometry: GroupGeometry
     keys: tuple[Key, ...]
     blocks: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStore:
+    """The chunks that a store job will bring to the host, and where they lie."""
+
+    job_id: JobId
+    parts: tuple[Part, ...]
 
 
 def plan_load(

@@ -35,6 +35,8 @@ class TrackedRequest:
     """With fewer tokens computed there is nothing to offer."""
     hit_tokens: int = 0
     """End of the last match, in tokens from the beginning; 0 when there was none."""
+    outcome: str = ""
+    """What the last lookup came to, until the request is given its blocks: counted then, once."""
     pins: tuple[ReadLease, ...] = ()
     """The hit's chunks, where the manager holds them until they are loaded."""
     loading: bool = False

@@ -102,7 +102,7 @@ def test_tokens_are_equal_with_several_groups(models: Path, prompts: list[list[i
     model, some = build_model("gemma3", models), prompts[:40]
     with tiny_engine(model, connector=None, num_blocks=400, enable_prefix_caching=False) as engine:
         expected = [answer.token_ids for answer in engine.generate(some)]
-    with under_spec(model, num_cpu_blocks=120, eviction_policy="arc", num_blocks=80) as engine:
+    with under_spec(model, cpu_bytes_to_use="4MiB", eviction_policy="arc", num_blocks=80) as engine:
         answers = engine.generate(some)
         check_idle(engine)
         worker = worker_of(engine).snapshot()

@@ -1,6 +1,7 @@
 """The options: of vLLM's two connectors, all of them, in ours and in the docs; and of the spec."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,21 @@ def test_an_ignored_option_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None
     without_foreign({"disk_path": "/data", "kv_offload_backend": "cpu", "unknown": 1})
     assert len(warned) == 1
     assert "disk_path is ignored: there is no disk tier" in warned[0]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_commands_in_the_docs_are_ones_that_vllm_takes(number: int) -> None:
+    found = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", DOCS.read_text(), re.DOTALL)
+    assert len(found) == 3
+    transfer = KVTransferConfig(**json.loads(found[number]))
+    extra = transfer.kv_connector_extra_config
+    assert transfer.kv_role == "kv_both"
+    if transfer.kv_connector and transfer.kv_connector.startswith("KVFerry"):
+        assert transfer.kv_load_failure_policy == "recompute"
+        assert config.Options.parse(extra).cpu_bytes_to_use == 64 * config.GIB
+    else:
+        extra = {"cpu_bytes_to_use": "64GiB", **extra}  # --kv-offloading-size adds it
+        assert OffloadingSpecFactory.create_spec(offloading_config(extra)).num_chunks > 0
 
 
 # The spec's own.

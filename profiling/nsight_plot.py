@@ -12,7 +12,8 @@ _COLOURS: Final = dict(zip(LANES, ("#b0b7c3", "#2f6fb3", "#c8702a", "#8a3ffc"), 
 
 
 def write_timeline(events: Sequence[Event], path: Path, num_steps: int = NUM_STEPS) -> bool:
-    """A PNG of the steps in which most was moved; False, and no file, without matplotlib or steps.
+    """A PNG of a few steps in which things were moved; False, and no file, where matplotlib or
+    steps are missing.
 
     A failed transfer is hatched. Times are in milliseconds from the first step shown.
     """
@@ -52,17 +53,18 @@ def write_timeline(events: Sequence[Event], path: Path, num_steps: int = NUM_STE
 
 
 def busiest(events: Sequence[Event], num_steps: int) -> list[Event]:
-    """Of all runs of ``num_steps`` steps the first one in which most transfers and flushes begin,
-    and what begins in it."""
+    """Of all runs of ``num_steps`` steps the one with most kinds of transfers in it, and of those
+    the shortest (the first steps of an engine are long ones), with what begins in it."""
     steps = sorted((one for one in events if one.lane == STEPS), key=lambda one: one.start_ns)
     others = [one for one in events if one.name in LANES and one.lane != STEPS]
     best: list[Event] = []
-    most = -1
+    most = (-1, 0)
     for first in range(max(1, len(steps) - num_steps + 1)):
         run = steps[first : first + num_steps]
         if not run:
             return []
         inside = [one for one in others if run[0].start_ns <= one.start_ns <= run[-1].end_ns]
-        if len(inside) > most:
-            most, best = len(inside), [*run, *inside]
+        rank = (len({one.name for one in inside}), run[0].start_ns - run[-1].end_ns)
+        if rank > most:
+            most, best = rank, [*run, *inside]
     return best

@@ -68,15 +68,17 @@ def test_a_script_is_run_and_its_trace_written(
     assert (out / "kvferry.timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_busiest_steps_are_shown() -> None:
-    steps = [Event(STEPS, "step", 10 * number, 10 * number + 9) for number in range(10)]
-    loads = [Event("loads", "load", start, start + 30) for start in (5, 41, 52, 58, 95)]
-    flush = Event("ranges of main", "flush", 60, 62)
-    plan = Event("ranges of main", "plan", 41, 42)
-    shown = busiest([*steps, *loads, flush, plan], 3)
-    assert [one.start_ns for one in shown] == [40, 50, 60, 41, 52, 58, 60]
-    assert busiest(steps, 3) == steps[:3]
-    assert len(busiest([*steps, *loads], 100)) == 15
+def test_the_steps_with_most_kinds_of_transfers_are_shown() -> None:
+    steps = [Event(STEPS, "step", 0, 999)]  # a long first step, as compilers make it
+    steps += [Event(STEPS, "step", 1000 + 10 * number, 1009 + 10 * number) for number in range(9)]
+    stores = [Event("stores", "store", start, start + 30) for start in (5, 1005, 1055)]
+    loads = [Event("loads", "load", start, start + 30) for start in (500, 1041)]
+    flush = Event("ranges of main", "flush", 1060, 1062)
+    plan = Event("ranges of main", "plan", 1041, 1042)
+    shown = busiest([*steps, *stores, *loads, flush, plan], 3)
+    assert [one.start_ns for one in shown] == [1040, 1050, 1060, 1055, 1041, 1060]
+    assert busiest(steps, 3) == steps[1:4]
+    assert len(busiest([*steps, *loads], 100)) == 12
     assert busiest(loads, 3) == []
 
 

@@ -294,6 +294,7 @@ class SchedulingCore:
             prior_stores=tuple(self._prior_stores),
             stores=tuple(self._stores),
             loads=tuple(self._loads),
+            idle=not num_scheduled_tokens,
         )
         self._prior_stores, self._stores, self._loads = [], [], []
         self._allocated = set()

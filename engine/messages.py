@@ -30,7 +30,7 @@ class Segment:
         if chunks == 0 or len(self.blocks) % chunks or len(self.seeds) != chunks:
             raise ValueError(
                 f"segment of group {self.group} has {chunks} slots, {len(self.blocks)} blocks and "
-                f"{len(self.seeds)} seeds; allowed: one seed a slot, a whole number of blocks a slot"
+                f"{len(self.seeds)} seeds; allowed: one seed and whole numbers of blocks a slot"
             )
 
 
@@ -49,15 +49,17 @@ class StepOrders:
     """What every rank does in one step.
 
     Before the forward: submit ``prior_stores`` (their source blocks were computed in earlier
-    steps), then make the jobs in ``flush`` finish before anything overwrites their blocks; ``flush``
-    may name jobs of ``prior_stores``. Then ``loads``. After the forward: ``stores``, whose source
-    blocks it computes.
+    steps), then make the jobs in ``flush`` finish before anything overwrites their blocks;
+    ``flush`` may name jobs of ``prior_stores``. Then ``loads``. After the forward: ``stores``,
+    whose source blocks it computes.
     """
 
     flush: tuple[JobId, ...] = ()
     prior_stores: tuple[JobOrder, ...] = ()
     stores: tuple[JobOrder, ...] = ()
     loads: tuple[JobOrder, ...] = ()
+    idle: bool = False
+    """Nothing is computed in this step: a rank may as well wait a moment for a transfer to end."""
 
     @property
     def empty(self) -> bool:

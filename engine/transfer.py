@@ -36,6 +36,9 @@ __all__ = ["TransferEngine", "TransferOptions"]
 
 logger = logging.getLogger(__name__)
 
+GIVEN_UP_GRACE_S = 1.0
+"""How long a flush lets the host wait for a job that is past its deadline and was cancelled."""
+
 DRAIN_LOOK_S = 0.05
 CLOSE_TIMEOUT_S = 10.0
 
@@ -134,17 +137,18 @@ class TransferEngine:
     def flush(self, job_ids: Iterable[JobId]) -> None:
         """Nothing queued for compute afterwards runs before these jobs are done.
 
-        Deferred ones are launched first. Ids that are unknown or finished are fine, and so is a
-        job that was given up: nobody waits for it a second time.
+        Deferred ones are launched first. Ids that are unknown or finished are fine. A job that was
+        given up may still write, so compute is held for it too: for as long as it takes on a
+        stream, for a moment where the host has to wait.
         """
         self._check_open()
-        found = [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]
-        jobs = [job for job in found if not job.given_up]
+        jobs = [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]
         self._launch([job for job in jobs if not job.launched])
         tickets = [ticket for job in jobs for ticket in job.waiting()]
         if not tickets:
             return
-        timeout_s = max(job.deadline_s for job in jobs) - self._clock()
+        left_s = max(job.deadline_s for job in jobs) - self._clock()
+        timeout_s = max(left_s, GIVEN_UP_GRACE_S)
         with span("flush", jobs=len(jobs), bytes=sum(job.num_bytes for job in jobs)):
             try:
                 held = self._device.hold_compute(tickets, timeout_s)
@@ -153,7 +157,7 @@ class TransferEngine:
                 held = self._wait(tickets, timeout_s)
         if not held:
             for job in jobs:
-                if not job.over():
+                if not job.over() and not job.given_up:
                     self._give_up(job)
 
     def poll(self) -> list[JobReport]:
@@ -167,6 +171,12 @@ class TransferEngine:
                 self._give_up(job)
         reports, self._reports = self._reports, []
         return reports
+
+    def wait_for_one(self, timeout_s: float) -> None:
+        """Let the host wait, at most this long, for the oldest job that was not given up."""
+        job = next((job for job in self._jobs.values() if not job.given_up), None)
+        if job is not None:
+            self._wait(job.waiting(), timeout_s)
 
     def drain(self, timeout_s: float) -> list[JobReport]:
         """Launch what is deferred and wait, at most this long, until no job is left."""

@@ -3,6 +3,7 @@
 import torch
 
 from ...engine.arena import Arena
+from ...engine.capacity import MemoryLimits
 from ...engine.devices.base import Device
 from ...engine.devices.cpu import CpuDevice
 from ...engine.devices.cuda import open_cuda
@@ -12,7 +13,8 @@ from ...engine.transfer import TransferEngine, TransferOptions
 from ...engine.types import NO_BLOCK, NO_JOB, BlockId, Direction, JobId, Rank, RequestId
 from .config import Options
 
-CLOSE_TIMEOUT_S = 10.0
+IDLE_WAIT_S = 0.002
+"""How long a step that computes nothing waits for a transfer; a new request waits no longer."""
 
 
 class OffloadWorker:
@@ -28,12 +30,16 @@ class OffloadWorker:
         rank: Rank,
         num_ranks: int,
         *,
+        num_host_ranks: int = 1,
+        limits_at_start: MemoryLimits | None = None,
         writes_before_flush: bool = False,
     ) -> None:
-        """``writes_before_flush``: vLLM writes to fresh blocks before ``begin`` (see ``support``).
+        """``limits_at_start`` are the host's before any of its ``num_host_ranks`` ranks reserved.
+        ``writes_before_flush``: vLLM writes to fresh blocks before ``begin`` (see ``support``).
 
         Raises ValueError for a device that is not supported or memory too small for a slot, and
-        ``CapacityError`` for more memory than there is."""
+        ``CapacityError`` for more memory than there is.
+        """
         device = _device_of(layout.tensors[0])
         on_gpu = layout.tensors[0].is_cuda
         integrity = options.integrity or ("full" if on_gpu else "sample")
@@ -44,6 +50,8 @@ class OffloadWorker:
             layout.slot_stride_bytes,
             layout.checksum_stride_bytes if checksums else 0,
             device,
+            num_ranks=num_host_ranks,
+            limits_at_start=limits_at_start,
         )
         self._engine = TransferEngine(
             device,
@@ -108,8 +116,11 @@ class OffloadWorker:
             # still be reading then.
             self._engine.flush(order.job_id for order in (*orders.prior_stores, *orders.stores))
 
-    def poll(self) -> None:
+    def poll(self, orders: StepOrders) -> None:
         """Take what the engine has to report."""
+        if orders.idle:
+            # vLLM goes on stepping at once: its loop would only take the processor from transfers.
+            self._engine.wait_for_one(IDLE_WAIT_S)
         self._take(self._engine.poll())
 
     def drain(self) -> None:

@@ -87,7 +87,7 @@ def test_a_refused_load_is_reported_as_failed_with_its_blocks() -> None:
     segment = Segment(GroupId(0), (SlotId(0),) * 2, (BlockId(3), BlockId(4)), (0, 0))
     refused = JobOrder(NO_JOB, Direction.LOAD, (segment,), RequestId("r"))
     worker.start_loads(StepOrders(loads=(refused,)))
-    worker.poll()
+    worker.poll(StepOrders())
     assert worker.take_finished_loads() == ({"r"}, {"r"})
     assert worker.take_failed_blocks() == {3, 4}
     assert worker.take_reports().reports == ()

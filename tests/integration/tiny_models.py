@@ -16,7 +16,7 @@ import torch
 import transformers
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 BLOCK_TOKENS = 32
 VOCABULARY = 256
@@ -147,7 +147,8 @@ class TinyEngine:
         self.core = llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.connector: Any = self.scheduler.connector
-        self.worker: Any = get_kv_transfer_group() if self.connector is not None else None
+        # With several ranks the workers live in processes of their own.
+        self.worker: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
         self.num_preemptions = 0
         self._count_preemptions()
 
@@ -189,7 +190,8 @@ class TinyEngine:
         """Every slot, lease and fence is accounted for when nothing is going on."""
         self.drain()
         self.connector._manager.core.check()
-        scheduler, worker = self.connector.snapshot(), self.worker.snapshot()
+        scheduler = self.connector.snapshot()
+        worker = self.worker.snapshot() if self.worker is not None else {"jobs": 0, "queued": 0}
         names = ("writing", "reading", "doomed", "leases", "jobs", "fences", "requests")
         left = {name: scheduler[name] for name in names if scheduler[name]}
         left |= {name: worker[name] for name in ("jobs", "queued") if worker[name]}

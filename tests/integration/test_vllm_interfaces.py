@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from kvferry.integration.vllm.connector import OffloadConnectorBase
 from kvferry.integration.vllm.metadata import OrdersMetadata, RankCapacity, ReportsMetadata
+from kvferry.integration.vllm.offloading import KVFerryOffloadingConnector
 from kvferry.integration.vllm.simple import KVFerrySimpleConnector
 from kvferry.integration.vllm.spec import (
     KVFerryOffloadingManager,
@@ -37,6 +38,7 @@ OFFLOAD = "vllm.v1.kv_offload.base"
 
 BASES: dict[type, list[tuple[str, str]]] = {
     OffloadConnectorBase: [(CONNECTOR, "KVConnectorBase_V1"), (CONNECTOR, "SupportsHMA")],
+    KVFerryOffloadingConnector: [(CONNECTOR, "KVConnectorBase_V1"), (CONNECTOR, "SupportsHMA")],
     KVFerrySimpleConnector: [(CONNECTOR, "KVConnectorBase_V1"), (CONNECTOR, "SupportsHMA")],
     OrdersMetadata: [(CONNECTOR, "KVConnectorMetadata")],
     ReportsMetadata: [(CONNECTOR, "KVConnectorWorkerMetadata")],

@@ -93,6 +93,11 @@ class Options:
         """How many of vLLM's blocks of ``block_tokens`` make a chunk."""
         return 1
 
+    @property
+    def describes_events(self) -> bool:
+        """Whether a KV event says which blocks and tokens a chunk holds."""
+        return True
+
     def core_options(self) -> CoreOptions:
         """What the scheduling core is told."""
         return CoreOptions(min_load_tokens=self.min_load_tokens)
@@ -109,7 +114,8 @@ class OffloadingOptions(Options):
 
     ``block_size`` is a chunk's length in tokens, ``blocks_per_chunk`` in vLLM's blocks; at most one
     of them is given. ``store_threshold``: a chunk is stored the n-th time that it is offered, of
-    ``max_tracker_size`` chunks whose offers are remembered.
+    ``max_tracker_size`` chunks whose offers are remembered. ``self_describing_kv_events``: a KV
+    event says which blocks and tokens a chunk holds, and not its key alone.
     """
 
     block_size: int | None = field(default=None, metadata=_parsed_by(values.count))
@@ -118,6 +124,7 @@ class OffloadingOptions(Options):
     offload_prompt_only: bool = field(default=True, metadata=_parsed_by(values.flag))
     store_threshold: int = field(default=1, metadata=_parsed_by(values.count))
     max_tracker_size: int = field(default=64_000, metadata=_parsed_by(values.count))
+    self_describing_kv_events: bool = field(default=False, metadata=_parsed_by(values.flag))
 
     def __post_init__(self) -> None:
         if self.block_size is not None and self.blocks_per_chunk is not None:
@@ -137,6 +144,10 @@ class OffloadingOptions(Options):
                 f"{block_tokens}, the tokens of a KV cache block"
             )
         return self.block_size // block_tokens
+
+    @property
+    def describes_events(self) -> bool:
+        return self.self_describing_kv_events
 
     def core_options(self) -> CoreOptions:
         return CoreOptions(

@@ -6,6 +6,8 @@ read the cache (``skip_reading_prefix_cache``) is turned away there, before any 
 manager has another way to one.
 """
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -21,12 +23,14 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from ...engine.capacity import read_limits
 from ...engine.core import SchedulingCore
 from ...engine.messages import StepOrders, StepReports
 from ...engine.types import Rank
 from . import support
 from .caches import layout_from
 from .config import Options
+from .events import KVEvents
 from .manager import OffloadManager
 from .metadata import OrdersMetadata, RankCapacity, ReportsMetadata
 from .worker import OffloadWorker
@@ -34,6 +38,7 @@ from .worker import OffloadWorker
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -69,6 +74,7 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
         self._options = self.options_type.parse(transfer.kv_connector_extra_config or {})
         self._num_ranks = vllm_config.parallel_config.world_size
         self._groups = support.groups_from(kv_cache_config, vllm_config, self._options)
+        self._limits_at_start = read_limits()
         self._manager: OffloadManager | None = None
         self._worker: OffloadWorker | None = None
         if not vllm_config.cache_config.enable_prefix_caching:
@@ -112,9 +118,14 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler: start -------------------------------------------------------------------------
 
     def _set_num_slots(self, num_slots: int) -> None:
-        options = self._options.core_options()
+        heard = self._vllm_config.kv_events_config
+        events = None
+        if heard is not None and heard.enable_kv_cache_events:
+            describe = self._options.describes_events
+            events = KVEvents(self._groups, self._kv_cache_config, describe=describe)
+        options = replace(self._options.core_options(), journal=events is not None)
         core = SchedulingCore(self._groups, num_slots, self._num_ranks, options)
-        self._manager = self.manager_type(core)
+        self._manager = self.manager_type(core, events)
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
@@ -192,6 +203,10 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
             self._manager.finished(request, block_ids)
         return False, None
 
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        """What became findable in the host cache, and what no longer is, since the last call."""
+        return self._manager.take_events() if self._manager is not None else ()
+
     def has_pending_push_work(self) -> bool:
         """True while an idle engine must go on stepping for a transfer to end."""
         return self._manager is not None and self._manager.busy
@@ -217,6 +232,8 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
             self._options,
             rank,
             self._num_ranks,
+            num_host_ranks=self._vllm_config.parallel_config.local_world_size,
+            limits_at_start=self._limits_at_start,
             writes_before_flush=support.writes_before_flush(
                 self._kv_cache_config, self._vllm_config
             ),
@@ -283,7 +300,7 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
         """
         if self._worker is None:
             return KVConnectorTransferResults()
-        self._worker.poll()
+        self._worker.poll(self._orders)
         finished, failed = self._worker.take_finished_loads()
         return KVConnectorTransferResults(
             finished_recving=finished, failed_recving=set() if self._one_group else failed

@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING
 
 from ...engine.core import SchedulingCore
 from ...engine.messages import StepOrders, StepReports
+from ...engine.planner import Tables
+from ...engine.types import RequestId
 from . import views
+from .events import KVEvents
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -22,8 +26,10 @@ if TYPE_CHECKING:
 class OffloadManager(ABC):
     """The scheduler half behind a connector. One thread."""
 
-    def __init__(self, core: SchedulingCore) -> None:
+    def __init__(self, core: SchedulingCore, events: KVEvents | None = None) -> None:
+        """``events`` is told what is stored, where anybody listens."""
         self.core = core
+        self.events = events
         self._group_ids = tuple(int(geometry.group) for geometry in core.groups)
 
     # -- matching: the three steps that a manager fills in, called by the guard -------------------
@@ -45,6 +51,8 @@ class OffloadManager(ABC):
 
     def _start_over(self, request: "Request", num_computed_tokens: int) -> None:
         """The part of ``prepare`` that both managers share."""
+        if self.events is not None:
+            self.events.follow(request)
         self.core.start_over(
             views.request_id_of(request),
             request.block_hashes,
@@ -70,23 +78,41 @@ class OffloadManager(ABC):
             if core.due(request_id, num_computed):
                 tables = views.current_tables(scheduler_output, request_id, self._group_ids)
                 if tables is not None:
-                    core.offer(request_id, num_computed, tables)
+                    self._offer(request_id, num_computed, tables)
         return core.build(scheduler_output.total_num_scheduled_tokens)
 
     def finished(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """The request ends: its last full blocks are stored before they can be overwritten."""
         request_id = views.request_id_of(request)
         tables = views.block_tables(block_ids, self._group_ids)
-        self.core.offer(request_id, views.num_final_tokens(request), tables, finished=True)
+        self._offer(request_id, views.num_final_tokens(request), tables, finished=True)
         self.core.forget(request_id)
+        if self.events is not None:
+            self.events.forget(request_id)
+
+    def _offer(
+        self, request_id: RequestId, num_computed: int, tables: Tables, *, finished: bool = False
+    ) -> None:
+        store = self.core.offer(request_id, num_computed, tables, finished=finished)
+        if self.events is not None:
+            self.events.planned(request_id, store)
 
     def take(self, reports: StepReports) -> None:
         """A step has run on every rank; what they report of their jobs."""
         self.core.step_ended()
-        self.core.take(reports)
+        ended = self.core.take(reports)
+        if self.events is not None:
+            self.events.happened(self.core.take_changes(), ended)
 
     def reset(self) -> None:
         self.core.reset()
+
+    def take_events(self) -> "list[KVCacheEvent]":
+        """What became findable in the host cache, and what no longer is, since the last call."""
+        if self.events is None:
+            return []
+        self.events.happened(self.core.take_changes())
+        return self.events.take()
 
     @property
     def busy(self) -> bool:

@@ -17,6 +17,7 @@ from kvferry.integration.vllm.metadata import OrdersMetadata, RankCapacity, Repo
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     ParallelConfig,
@@ -159,6 +160,7 @@ class Engine:
         kv_role: str = "kv_both",
         extra_config: dict[str, Any] | None = None,
         kv_cache_config: KVCacheConfig | None = None,
+        kv_events: bool = False,
     ) -> None:
         load_general_plugins()
         self.block_tokens = block_tokens
@@ -184,6 +186,7 @@ class Engine:
                 kv_load_failure_policy=policy,
                 kv_connector_extra_config=extra_config or {},
             ),
+            kv_events_config=KVEventsConfig(kv_events, publisher="null") if kv_events else None,
         )
         cache_config.block_size = block_tokens  # the CPU platform sets its own
         self.async_scheduling = async_scheduling

@@ -142,6 +142,7 @@ class TransferEngine:
         stream, for a moment where the host has to wait.
         """
         self._check_open()
+        self._holds.add_all(self._device.take_hold_times_s())  # else they pile up at the device
         jobs = [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]
         self._launch([job for job in jobs if not job.launched])
         tickets = [ticket for job in jobs for ticket in job.waiting()]
@@ -192,8 +193,7 @@ class TransferEngine:
 
     def snapshot(self) -> dict[str, int | float]:
         """Live state: ``jobs`` in flight, ``queued`` of them, and counters since the start."""
-        for seconds in self._device.take_hold_times_s():
-            self._holds.add(seconds)
+        self._holds.add_all(self._device.take_hold_times_s())
         return {
             "jobs": len(self._jobs),
             "queued": sum(not job.launched for job in self._jobs.values()),
@@ -216,8 +216,7 @@ class TransferEngine:
         self._closed = True
         for job in self._jobs.values():
             job.fail(EngineClosed("the engine was closed"))
-        for seconds in self._device.take_hold_times_s():
-            self._holds.add(seconds)
+        self._holds.add_all(self._device.take_hold_times_s())
         try:
             stopped = self._device.close(CLOSE_TIMEOUT_S)
         except Exception as error:

@@ -103,7 +103,7 @@ class KVFerryOffloadingSpec(OffloadingSpec):
                 self.blocks_per_chunk,
                 self.num_chunks,
                 None if "num_cpu_blocks" in self.extra_config else self.slot_bytes,
-                worker._device_of(kv_caches.tensors[0].tensor),
+                worker.device_of(kv_caches.tensors[0].tensor),
                 Rank(self.config.parallel.rank),
             )
         return self._worker

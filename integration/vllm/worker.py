@@ -40,7 +40,7 @@ class OffloadWorker:
         Raises ValueError for a device that is not supported or memory too small for a slot, and
         ``CapacityError`` for more memory than there is.
         """
-        device = _device_of(layout.tensors[0])
+        device = device_of(layout.tensors[0])
         on_gpu = layout.tensors[0].is_cuda
         integrity = options.integrity or ("full" if on_gpu else "sample")
         checksums = integrity != "off"
@@ -70,6 +70,7 @@ class OffloadWorker:
         self._writes_before_flush = writes_before_flush
         self._rank = rank
         self._deadline_s = options.transfer_deadline_s
+        self._seconds = dict.fromkeys(Direction, 0.0)
         self._loads: dict[JobId, tuple[RequestId, tuple[BlockId, ...]]] = {}
         self._reports: list[JobReport] = []
         self._finished_loads: set[RequestId] = set()
@@ -130,6 +131,8 @@ class OffloadWorker:
     def _take(self, reports: list[JobReport]) -> None:
         for report in reports:
             self._reports.append(report)
+            if report.error is None:
+                self._seconds[report.direction] += report.seconds
             if report.direction is Direction.LOAD and report.job_id in self._loads:
                 # A job's first report is its answer; one after a missed deadline only settles it.
                 request_id, blocks = self._loads.pop(report.job_id)
@@ -158,13 +161,16 @@ class OffloadWorker:
         return StepReports(tuple(reports))
 
     def snapshot(self) -> dict[str, int | float]:
-        return self._engine.snapshot()
+        """The engine's, and ``store_s`` and ``load_s``: what transfers that succeeded took."""
+        seconds = {f"{way}_s": seconds for way, seconds in self._seconds.items()}
+        return {**self._engine.snapshot(), **seconds}
 
     def close(self) -> None:
         self._engine.close()
 
 
-def _device_of(cache: torch.Tensor) -> Device:
+def device_of(cache: torch.Tensor) -> Device:
+    """The engine's device for a KV cache that lives there. Raises ValueError for another kind."""
     if cache.is_cuda:
         return open_cuda(cache.device)
     if cache.device.type == "cpu":

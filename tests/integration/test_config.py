@@ -48,7 +48,7 @@ def test_a_bad_option_names_the_key_the_value_and_what_is_allowed(
         ({"block_size": 64, "blocks_per_chunk": 2}, "block_size=64", "one of them"),
         ({"offload_prompt_only": "yes"}, "offload_prompt_only='yes'", "true or false"),
         ({"eviction_policy": 3}, "eviction_policy=3", "name"),
-        ({"store_threshold": 0}, "store_threshold=0", "positive integer"),
+        ({"store_threshold": -1}, "store_threshold=-1", "positive integer"),
     ],
 )
 def test_a_bad_option_of_the_general_connector(

@@ -33,6 +33,15 @@ from .config import Options
 from .events import KVEvents
 from .manager import OffloadManager
 from .metadata import OrdersMetadata, RankCapacity, ReportsMetadata
+from .metrics import (
+    OF_RANKS,
+    OF_SCHEDULER,
+    SCHEDULER,
+    OffloadStats,
+    PromMetrics,
+    Reporter,
+    rank_name,
+)
 from .worker import OffloadWorker
 
 if TYPE_CHECKING:
@@ -77,6 +86,7 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
         self._limits_at_start = read_limits()
         self._manager: OffloadManager | None = None
         self._worker: OffloadWorker | None = None
+        self._reporter: Reporter | None = None
         if not vllm_config.cache_config.enable_prefix_caching:
             logger.warning_once(
                 "kvferry does nothing: prefix caching is off (enable_prefix_caching=False)."
@@ -115,6 +125,26 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
         layout = cls.options_type.parse(extra_config or {}).kv_cache_layout
         return None if layout == "auto" else layout
 
+    # -- stats, of either role --------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> OffloadStats | None:
+        """What this role's side has to report since the last call; None when that is nothing."""
+        return self._reporter.take(self.snapshot()) if self._reporter is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadStats:
+        return OffloadStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # -- scheduler: start -------------------------------------------------------------------------
 
     def _set_num_slots(self, num_slots: int) -> None:
@@ -126,6 +156,7 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
         options = replace(self._options.core_options(), journal=events is not None)
         core = SchedulingCore(self._groups, num_slots, self._num_ranks, options)
         self._manager = self.manager_type(core, events)
+        self._reporter = Reporter(SCHEDULER, OF_SCHEDULER)
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
@@ -238,6 +269,7 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
                 self._kv_cache_config, self._vllm_config
             ),
         )
+        self._reporter = Reporter(rank_name(rank), OF_RANKS)
 
     def unregister_kv_caches(self) -> None:
         """Sleep (vLLM 0.33): the KV cache is about to be unmapped, so what moves is finished."""

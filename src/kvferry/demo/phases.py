@@ -99,7 +99,10 @@ def with_kvferry(setup: EngineSetup) -> EngineSetup:
             "kv_connector": CONNECTOR,
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": HOST_BYTES},
+            "kv_connector_extra_config": {
+                "cpu_bytes_to_use": HOST_BYTES,
+                "min_load_tokens": 0,  # to be shown a load, not a decision against it
+            },
         },
     )
 

@@ -277,6 +277,32 @@ class SchedulingCore:
             )
         }
 
+    def rescue(self, parts: Sequence[Part]) -> PlannedStore | None:
+        """Plan a store, of no request, of blocks that are about to be given away.
+
+        They were computed before the step being built. Chunks that are there already are touched,
+        and not evicted to make room for the others. None when nothing is stored.
+        """
+        near = {key for part in parts for key in part.keys}
+        leases, stored = [], []
+        for part in parts:
+            group, size = part.geometry.group, part.geometry.blocks_per_chunk
+            absent = self.ledger.absent(group, part.keys)
+            self.ledger.touch(group, part.keys)
+            keys = [part.keys[i] for i in absent]
+            lease = self.ledger.reserve(group, keys, protect=near) if keys else None
+            if lease is not None:
+                firsts = [i * size for i in absent[: len(lease.keys)]]
+                blocks = [block for at in firsts for block in part.blocks[at : at + size]]
+                leases.append(lease)
+                stored.append(Part(part.geometry, lease.keys, tuple(blocks)))
+        if not leases:
+            return None
+        fences = [block for part in stored for block in part.blocks]
+        job_id = self.jobs.start(Direction.STORE, tuple(leases), None, fences)
+        self._prior_stores.append(order_of(job_id, Direction.STORE, leases, stored, None))
+        return PlannedStore(job_id, tuple(stored))
+
     # -- steps ------------------------------------------------------------------------------
 
     def allocated(self, blocks: Iterable[BlockId]) -> None:

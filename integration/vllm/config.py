@@ -9,8 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from vllm.logger import init_logger
+
 from ...engine.core import CoreOptions
 from . import option_values as values
+from .foreign_options import without_foreign
+
+logger = init_logger(__name__)
 
 GIB = 1024**3
 
@@ -53,7 +58,11 @@ class Options:
 
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> Self:
-        """Raises ValueError naming the first unknown key or bad value."""
+        """Raises ValueError naming the first unknown key, bad value, or refused option of vLLM's.
+
+        Options of vLLM's connectors that make no difference here are warned of and left out.
+        """
+        extra_config = without_foreign(extra_config)
         fields = {known.name: known for known in dataclasses.fields(cls)}
         for key, given in extra_config.items():
             if key not in fields:
@@ -73,6 +82,20 @@ class Options:
         if self.cpu_bytes_to_use_per_rank is not None:
             return self.cpu_bytes_to_use_per_rank
         return self.cpu_bytes_to_use // num_ranks
+
+    def warn_of_two_sizes(self, extra_config: Mapping[str, Any], num_ranks: int) -> None:
+        """Say which size counts where ``extra_config`` gives two that disagree."""
+        per_rank, total = self.cpu_bytes_to_use_per_rank, self.cpu_bytes_to_use
+        if per_rank is None or "cpu_bytes_to_use" not in extra_config:
+            return
+        if per_rank != total // num_ranks:
+            logger.warning(
+                "cpu_bytes_to_use_per_rank=%d is not cpu_bytes_to_use=%d over %d ranks: every rank "
+                "takes cpu_bytes_to_use_per_rank.",
+                per_rank,
+                total,
+                num_ranks,
+            )
 
     def num_slots(self, bytes_per_slot: int, num_ranks: int) -> int:
         """How many slots one rank gets. Raises ValueError when it is not even one."""
@@ -105,7 +128,12 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class SimpleOptions(Options):
-    """Options of ``KVFerrySimpleConnector``."""
+    """Options of ``KVFerrySimpleConnector``.
+
+    ``lazy_offload``: a block is stored when vLLM is about to evict it, not as soon as it is full.
+    """
+
+    lazy_offload: bool = field(default=False, metadata=_parsed_by(values.flag))
 
 
 @dataclass(frozen=True, slots=True)

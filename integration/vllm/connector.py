@@ -99,6 +99,8 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
                     "error. Set kv_load_failure_policy to 'recompute' to compute it instead.",
                     transfer.kv_load_failure_policy,
                 )
+            extra_config = transfer.kv_connector_extra_config or {}
+            self._options.warn_of_two_sizes(extra_config, self._num_ranks)
             # A guess from rank 0's view, until the ranks have said how many slots they hold.
             slot_bytes = support.estimated_slot_bytes(kv_cache_config, self._groups)
             self._set_num_slots(self._options.num_slots(slot_bytes, self._num_ranks))

@@ -95,6 +95,15 @@ class KVEvents:
             for key, described in zip(part.keys, describe(request, part), strict=True)
         }
 
+    def planned_without_request(self, store: PlannedStore) -> None:
+        """A lazy store was planned: of its blocks the hash and the size are known, no tokens."""
+        if self._describe:
+            self._planned[store.job_id] = {
+                (part.geometry.group, key): _nameless(key, part.geometry.block_tokens)
+                for part in store.parts
+                for key in part.keys
+            }
+
     def happened(self, changes: Iterable[Change], ended: Iterable[Ended] = ()) -> None:
         """The core's changes since the last call, and the jobs that ended with them."""
         described: dict[tuple[GroupId, Key], Description] = {}
@@ -147,6 +156,10 @@ class KVEvents:
             group_idx=change.group,
             locality=LOCAL,
         )
+
+
+def _nameless(key: Key, block_size: int) -> Description:
+    return Description((key,), None, (), block_size, None, None, None, None)
 
 
 def describe(request: "Request", part: Part) -> list[Description]:

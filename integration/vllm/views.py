@@ -75,6 +75,16 @@ def newly_written(scheduler_output: "SchedulerOutput") -> Iterator[BlockId]:
         yield BlockId(copy[1])
 
 
+def grown(scheduler_output: "SchedulerOutput") -> Iterator[tuple[RequestId, list[BlockId]]]:
+    """Running requests and the blocks that they were given in this step, those given any."""
+    cached = scheduler_output.scheduled_cached_reqs
+    for req_id, groups in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if groups is not None and req_id not in cached.resumed_req_ids:
+            fresh = [BlockId(block) for group in groups for block in group]
+            if fresh:
+                yield RequestId(req_id), fresh
+
+
 def progress(scheduler_output: "SchedulerOutput") -> Iterator[tuple[RequestId, int]]:
     """(request, tokens computed once this step's forward has run), for what is scheduled."""
     num_scheduled = scheduler_output.num_scheduled_tokens

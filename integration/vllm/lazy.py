@@ -1,0 +1,157 @@
+"""Lazy stores: only what vLLM is about to evict, found by reading its free queue ahead of it.
+
+vLLM gives out free blocks from the head of one queue, cached ones among them; what it gives out is
+evicted. ``LazyStores`` reads that queue from its head and never changes it. What always holds:
+
+- the first ``_num_safe`` blocks of the queue hold nothing that an eviction would lose: they are
+  stored, being stored, or not worth it. Blocks leave the queue only when they are given to a
+  request, so as many as were given are subtracted, whether they came from there or not; blocks that
+  are put back in front have no content, and those that come to the end are behind it;
+- the queue is read again when fewer blocks are safe than one step can take, and then twice as far,
+  so that a step's blocks are on the host, or on their way, one step before it takes them. A reading
+  is paid for by the blocks that were given out since the last one; no place in the queue is
+  remembered, since a block may leave it and come back at its end;
+- blocks that were computed before a reset of the host cache, or from such blocks, are *stale* until
+  they are given out anew, and are not stored.
+
+A store belongs to no request: whatever vLLM may serve from its own cache is stored, and the limits
+of the request that computed it (``max_offload_tokens``) are not asked for.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+
+from ...engine.core import SchedulingCore
+from ...engine.planner import Part, PlannedStore, Tables
+from ...engine.rules import boundary_of
+from ...engine.types import NO_BLOCK, BlockId, GroupId, Key, RequestId
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+class LazyStores:
+    """Plans the stores of one scheduler in lazy mode. One thread."""
+
+    def __init__(
+        self, core: SchedulingCore, pool: "BlockPool", max_step_tokens: int, max_step_requests: int
+    ) -> None:
+        """``pool`` is vLLM's; the other two bound what a step computes. Chunks are blocks."""
+        self._core = core
+        self._pool = pool
+        self._groups = {geometry.group: geometry for geometry in core.groups}
+        self._boundary_tokens = boundary_of([geometry.rule for geometry in core.groups])
+        # At worst each request but one begins a block with one token, and one takes all the rest.
+        num_begun = min(max_step_requests, max_step_tokens)
+        self._num_step_blocks = sum(
+            num_begun + -(-(max_step_tokens - num_begun) // geometry.block_tokens)
+            for geometry in core.groups
+        )
+        self._num_safe = 0
+        self._stale: set[BlockId] = set()
+        self._asked: tuple[RequestId, int] | None = None
+
+    @property
+    def num_stale(self) -> int:
+        """How many blocks hold what is from before a reset, as far as is known."""
+        return len(self._stale)
+
+    # -- what leaves the queue --------------------------------------------------------------------
+
+    def asked(self, request_id: RequestId, num_local_tokens: int) -> None:
+        """The request was looked up; vLLM's own cache serves ``num_local_tokens`` of it."""
+        self._asked = request_id, num_local_tokens
+
+    def given(self, request_id: RequestId, tables: Tables) -> None:
+        """A request that begins, or goes on after a load, holds these blocks."""
+        self._num_safe -= sum(map(len, tables))
+        if not self._stale:
+            return
+        known, num_local_tokens = False, 0
+        if self._asked is not None and self._asked[0] == request_id:
+            known, num_local_tokens = True, self._asked[1]
+        hits: list[BlockId] = []
+        fresh: list[BlockId] = []
+        in_a_block = False
+        for geometry, table in zip(self._core.groups, tables, strict=True):
+            first, rest = divmod(num_local_tokens, geometry.block_tokens)
+            in_a_block |= bool(rest)  # copied from a block that is not in the table
+            # Not asked about just now, it goes on after a load: any block may be an old one.
+            hits += table[:first] if known else table
+            fresh += table[first:]
+        self._mark(fresh, stale=in_a_block or not self._stale.isdisjoint(hits))
+
+    def went_on(self, fresh: Iterable[BlockId], tables: Tables | None) -> None:
+        """A running request was given ``fresh`` blocks; ``tables`` are its block tables now."""
+        new = set(fresh)
+        self._num_safe -= len(new)
+        if self._stale:
+            old = {block for table in tables or () for block in table} - new
+            self._mark(new, stale=not self._stale.isdisjoint(old))
+
+    def _mark(self, blocks: Iterable[BlockId], *, stale: bool) -> None:
+        if stale:
+            self._stale.update(block for block in blocks if block != NO_BLOCK)
+        else:
+            self._stale.difference_update(blocks)
+
+    def reset(self) -> None:
+        """The host cache was reset. What vLLM kept in its own is from before that."""
+        self._num_safe = 0
+        self._stale = {
+            BlockId(block.block_id)
+            for block in self._pool.blocks
+            if not block.is_null and (block.ref_cnt or block.block_hash is not None)
+        }
+
+    # -- storing ----------------------------------------------------------------------------------
+
+    def plan(self) -> PlannedStore | None:
+        """End of a step: store what the next steps could evict. None when that is nothing."""
+        num_free = self._pool.get_num_free_blocks()
+        if self._num_safe >= min(self._num_step_blocks, num_free):
+            return None
+        parts, self._num_safe = self._read(2 * self._num_step_blocks)
+        if not parts:
+            return None
+        store = self._core.rescue(parts)
+        ledger = self._core.ledger
+        if any(ledger.absent(part.geometry.group, part.keys) for part in parts):
+            self._num_safe = 0  # no slot for it now: look again in the next step
+        return store
+
+    def _read(self, num_blocks: int) -> tuple[list[Part], int]:
+        """What the first ``num_blocks`` of the queue hold, in its order; how many there were."""
+        found: dict[GroupId, dict[Key, BlockId]] = {}
+        num_read = 0
+        for block in self._pool.free_block_queue.iter_blocks_after(None):
+            if num_read == num_blocks:
+                break
+            num_read += 1
+            chunk = self._chunk_in(block)
+            if chunk is not None:
+                group, key = chunk
+                # Of blocks with the same content one is enough, the one that goes first.
+                found.setdefault(group, {}).setdefault(key, BlockId(block.block_id))
+        parts = [
+            Part(self._groups[group], tuple(blocks), tuple(blocks.values()))
+            for group, blocks in found.items()
+        ]
+        return parts, num_read
+
+    def _chunk_in(self, block: "KVCacheBlock") -> tuple[GroupId, Key] | None:
+        """The chunk that a free block holds; None when it holds none that is worth storing."""
+        name, num_tokens = block.block_hash, block.block_hash_num_tokens
+        if name is None or not num_tokens or block.block_id in self._stale:
+            return None
+        group = GroupId(get_group_id(name))
+        geometry = self._groups.get(group)
+        if geometry is None or num_tokens % geometry.block_tokens:
+            return None  # not offloaded; or its hash covers only part of the block
+        chunk = num_tokens // geometry.block_tokens - 1
+        if not geometry.rule.worth_storing(chunk, self._boundary_tokens):
+            return None
+        return group, Key(get_block_hash(name))

@@ -14,6 +14,7 @@ reported, so that nothing can find them from then on, whatever the other ranks s
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 
 from .leases import Lease, ReadLease, WriteLease
 from .ledger import Ledger
@@ -88,8 +89,10 @@ class Jobs:
         unanswered, unsettled = set(map(Rank, ranks)), set(map(Rank, ranks))
         self._jobs[job_id] = _Job(direction, leases, request_id, blocks, unanswered, unsettled)
         self._num_unanswered += 1
-        for block in blocks:
-            self._fences[block] = (*self._fences.get(block, ()), job_id)
+        shared = blocks & self._fences.keys()
+        self._fences.update(dict.fromkeys(blocks - shared, (job_id,)))
+        for block in shared:
+            self._fences[block] = (*self._fences[block], job_id)
         if direction is Direction.LOAD and request_id is not None:
             self._loads[request_id] = self._loads.get(request_id, 0) + 1
         return job_id
@@ -171,7 +174,9 @@ class Jobs:
                 self._loads[job.request_id] = remaining
             else:
                 del self._loads[job.request_id]
-        chunks = tuple((lease.group, key) for lease in job.leases for key in lease.keys)
+        chunks = tuple(
+            chain.from_iterable(zip(repeat(lease.group), lease.keys) for lease in job.leases)
+        )
         return Ended(job_id, job.direction, job.request_id, job.error, not job.unsettled, chunks)
 
     def _settle(self, job_id: JobId, job: _Job) -> None:
@@ -182,10 +187,10 @@ class Jobs:
                 self._ledger.commit(lease)
             else:
                 self._ledger.abort(lease)
-        for block in job.blocks:
-            others = tuple(other for other in self._fences[block] if other != job_id)
-            if others:
-                self._fences[block] = others
-            else:
-                del self._fences[block]
+        alone = (job_id,)
+        fences = list(map(self._fences.pop, job.blocks))
+        if fences.count(alone) < len(fences):
+            for block, holders in zip(job.blocks, fences, strict=True):
+                if holders != alone:
+                    self._fences[block] = tuple(other for other in holders if other != job_id)
         del self._jobs[job_id]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from .leases import Lease
 from .messages import JobOrder, Segment
 from .planner import Part
-from .types import NO_JOB, Direction, JobId, RequestId, SlotId, seed_of
+from .types import NO_JOB, Direction, JobId, RequestId, SlotId, seeds_of
 
 
 def order_of(
@@ -21,7 +21,7 @@ def order_of(
             lease.group,
             lease.slots,
             part.blocks,
-            tuple(seed_of(lease.group, key) for key in lease.keys),
+            seeds_of(lease.group, lease.keys),
         )
         for lease, part in zip(leases, parts, strict=True)
     )

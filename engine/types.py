@@ -4,6 +4,9 @@ Nothing here imports torch or vLLM, so the scheduler half stays plain Python.
 """
 
 import enum
+import sys
+from array import array
+from collections.abc import Sequence
 from typing import Final, NewType
 
 JobId = NewType("JobId", int)
@@ -38,3 +41,17 @@ def seed_of(group: GroupId, key: Key) -> int:
     """
     word = int.from_bytes(key[:8].ljust(8, b"\0"), "little", signed=True)
     return word ^ group
+
+
+def seeds_of(group: GroupId, keys: Sequence[Key]) -> tuple[int, ...]:
+    """``seed_of`` each of ``keys``; fast where they are all equally long and of whole words."""
+    if not keys:
+        return ()
+    num_words, rest = divmod(len(keys[0]), 8)
+    if rest or not num_words or len(set(map(len, keys))) > 1:
+        return tuple(seed_of(group, key) for key in keys)
+    words = array("q", b"".join(keys))
+    if sys.byteorder == "big":
+        words.byteswap()
+    first = words[::num_words]
+    return tuple(word ^ group for word in first) if group else tuple(first)

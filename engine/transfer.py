@@ -30,7 +30,7 @@ from .pieces import pieces_of
 from .ranges import span
 from .running import RunningJob, error_text
 from .strategy import Chooser, Strategy
-from .types import Direction, JobId, Rank
+from .types import Direction, GroupId, JobId, Rank
 
 __all__ = ["TransferEngine", "TransferOptions"]
 
@@ -191,6 +191,11 @@ class TransferEngine:
             reports += self.poll()
         return reports
 
+    def strategy_for(self, group: GroupId, direction: Direction, num_blocks: int) -> Strategy:
+        """How a piece of ``num_blocks`` blocks would be moved now."""
+        situation = situation_of(self._layout.group(group), direction, num_blocks, self._busy())
+        return self._chooser.choose(situation)
+
     def snapshot(self) -> dict[str, int | float]:
         """Live state: ``jobs`` in flight, ``queued`` of them, and counters since the start."""
         self._holds.add_all(self._device.take_hold_times_s())
@@ -305,8 +310,7 @@ class TransferEngine:
             job.launch(self._device, (mark,), [self._strategy(job, one) for one in job.pieces])
 
     def _strategy(self, job: RunningJob, piece: Piece) -> Strategy:
-        group, busy = self._layout.group(piece.group), self._busy()
-        return self._chooser.choose(situation_of(group, job.direction, len(piece.blocks), busy))
+        return self.strategy_for(piece.group, job.direction, len(piece.blocks))
 
     def _measured_chooser(self) -> Chooser:
         """What was measured here, before or now, where that is asked for."""

@@ -272,6 +272,8 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
             ),
         )
         self._reporter = Reporter(rank_name(rank), OF_RANKS)
+        layout_name = self._vllm_config.cache_config.kv_cache_layout or "without a name"
+        logger.info(self._worker.startup_line(layout_name))
 
     def unregister_kv_caches(self) -> None:
         """Sleep (vLLM 0.33): the KV cache is about to be unmapped, so what moves is finished."""

@@ -12,6 +12,7 @@ from ...engine.messages import JobOrder, JobReport, StepOrders, StepReports
 from ...engine.transfer import TransferEngine, TransferOptions
 from ...engine.types import NO_BLOCK, NO_JOB, BlockId, Direction, JobId, Rank, RequestId
 from .config import Options
+from .startup import HostMemoryFacts, startup_line
 
 IDLE_WAIT_S = 0.002
 """How long a step that computes nothing waits for a transfer; a new request waits no longer."""
@@ -64,6 +65,8 @@ class OffloadWorker:
                 measure_s=options.measure_s,
             ),
         )
+        self._layout = layout
+        self._memory = HostMemoryFacts(self.num_slots, arena.slot_stride_bytes, arena.num_bytes)
         # On the CPU compute is in program order, so a store can start as soon as its forward has
         # returned; on a GPU it starts a step later, behind the sampled tokens' way out.
         self._defer_stores = on_gpu and not writes_before_flush
@@ -159,6 +162,11 @@ class OffloadWorker:
     def take_reports(self) -> StepReports:
         reports, self._reports = self._reports, []
         return StepReports(tuple(reports))
+
+    def startup_line(self, layout_name: str) -> str:
+        """What the layout, called ``layout_name`` in vLLM, leads to on this rank."""
+        strategy_for = self._engine.strategy_for
+        return startup_line(self._rank, layout_name, self._layout, self._memory, strategy_for)
 
     def snapshot(self) -> dict[str, int | float]:
         """The engine's, and ``store_s`` and ``load_s``: what transfers that succeeded took."""

@@ -4,9 +4,10 @@ One anonymous private mapping holds the checksums and, behind them, the slots: w
 needs its checksums, so they are pinned first. Nothing of it has a name, so nothing is left behind
 however the process ends; it is kept out of core dumps and out of forked children.
 
-Pinning goes on in a thread of its own, piece by piece from the front; ``is_pinned`` grows and never
-shrinks. A piece that cannot be pinned ends the pinning: the rest stays pageable, which is slower
-and otherwise the same. ``close`` undoes everything once; an arena whose bytes a device may still
+Pinning goes on in a thread of its own, piece by piece from the front (a small one first, so that
+there is soon something to measure with); ``is_pinned`` grows and never shrinks. A piece that cannot
+be pinned ends the pinning: the rest stays pageable, which is slower and otherwise the same.
+``close`` undoes everything once; an arena whose bytes a device may still
 touch is ``abandon``ed instead, and its memory goes with the process.
 """
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 MAX_PIN_BYTES: Final = 64 << 30
 """Registering 512 GiB in one call is known to fail on CUDA."""
 
+FIRST_PIN_BYTES: Final = 64 << 20
 PREFAULT_BYTES: Final = 256 << 20
 PROGRESS_BYTES: Final = 8 << 30
 
@@ -65,6 +67,8 @@ class Arena:
         self.slots: Final = tensor_at(self._base + self._slots_offset, slots_bytes, torch.uint8)
         self._pinned: list[tuple[int, int]] = []  # (address, bytes), from the front, no gap
         self._pinned_end = 0
+        self._pinned_more = threading.Condition()
+        self._pinning = False
         self._stop = threading.Event()
         self._pinner: threading.Thread | None = None
         self._closed = False
@@ -138,6 +142,14 @@ class Arena:
             return not self._pinner.is_alive()
         return True
 
+    def wait_until_pinned(self, slots: Ints, timeout_s: float) -> bool:
+        """Wait for these slots; False when the time was up, or when pinning ended without them."""
+        with self._pinned_more:
+            self._pinned_more.wait_for(
+                lambda: self.is_pinned(slots) or not self._pinning, max(0.0, timeout_s)
+            )
+        return self.is_pinned(slots)
+
     def close(self) -> None:
         """Unpin and unmap. Can be repeated. Waits for a piece that is being pinned right now."""
         if self._closed:
@@ -197,6 +209,7 @@ class Arena:
         logger.debug("faulted in %d bytes in %.2f s", done, time.monotonic() - begun)
 
     def _start_pinning(self) -> None:
+        self._pinning = True
         self._pinner = threading.Thread(target=self._pin, name="kvferry-pin", daemon=True)
         self._pinner.start()
 
@@ -206,12 +219,21 @@ class Arena:
             self._pinner.join()
 
     def _pin(self) -> None:
+        """The pinning thread; whoever waits for slots is told how far it got, and of its end."""
+        try:
+            self._pin_pieces()
+        finally:
+            with self._pinned_more:
+                self._pinning = False
+                self._pinned_more.notify_all()
+
+    def _pin_pieces(self) -> None:
         """Register piece after piece until all is pinned, one fails, or the arena closes."""
-        piece_bytes = max(PAGE_BYTES, self._max_pin_bytes // PAGE_BYTES * PAGE_BYTES)
-        for offset in range(0, self._map_bytes, piece_bytes):
-            if self._stop.is_set():
-                return
-            size = min(piece_bytes, self._map_bytes - offset)
+        most = max(PAGE_BYTES, self._max_pin_bytes // PAGE_BYTES * PAGE_BYTES)
+        size = min(most, _round_up(self._slots_offset + FIRST_PIN_BYTES, PAGE_BYTES))
+        offset = 0
+        while offset < self._map_bytes and not self._stop.is_set():
+            size = min(size, self._map_bytes - offset)
             try:
                 self._device.register(self._base + offset, size)
             except Exception as error:
@@ -224,7 +246,11 @@ class Arena:
                 )
                 return
             self._pinned.append((self._base + offset, size))
-            self._pinned_end = offset + size
+            offset += size
+            with self._pinned_more:
+                self._pinned_end = offset
+                self._pinned_more.notify_all()
+            size = most
 
 
 def _round_up(value: int, unit: int) -> int:

@@ -2,8 +2,9 @@
 
 Only at start: pieces are stored from a group's first blocks and loaded back from the same slots, so
 that no byte of the KV cache changes and no slot is in use yet. A point that the time does not
-reach is left to the built-in rule. The file is one for each device, driver and version; it can be
-deleted at any time.
+reach is left to the built-in rule. Where a device pins host memory, only pinned slots are measured:
+the speed of pageable ones says nothing about what they soon are. The file is one for each device,
+driver and version of ours and torch's; it can be deleted at any time.
 """
 
 import hashlib
@@ -18,7 +19,9 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import torch
 
+from .. import __version__
 from .devices.base import Device, HostMemory, Lane, Piece
 from .layout import GroupLayout, Layout
 from .strategy import Method, Situation, Strategy
@@ -26,7 +29,7 @@ from .types import Direction, JobId
 
 logger = logging.getLogger(__name__)
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 NUM_BLOCKS: Final = (256, 16, 1)
 MAX_BYTES: Final = 32 << 20
 NUM_REPEATS: Final = 3
@@ -58,7 +61,9 @@ def measured_table(
     for group, situation, blocks in _points(layout, memory):
         if situation in table:
             continue
-        if clock() >= deadline:
+        if clock() >= deadline or not _measurable(
+            device, memory, group, blocks, deadline - clock()
+        ):
             break
         try:
             found = _fastest(device, group, situation, blocks, deadline, clock)
@@ -95,6 +100,16 @@ def _points(layout: Layout, memory: HostMemory) -> Iterator[tuple[GroupLayout, S
             fits = min(num_blocks, room, max(1, MAX_BYTES // group.block_bytes))
             for direction in (Direction.STORE, Direction.LOAD):
                 yield group, situation_of(group, direction, fits, busy=False), fits
+
+
+def _measurable(
+    device: Device, memory: HostMemory, group: GroupLayout, num_blocks: int, timeout_s: float
+) -> bool:
+    """Whether a point's slots are what they will be: pinned, where that means anything."""
+    if not device.can_pin:
+        return True
+    num_slots = -(-num_blocks // group.blocks_per_chunk)
+    return memory.wait_until_pinned(np.arange(num_slots, dtype=np.int64), timeout_s)
 
 
 def _fastest(
@@ -162,7 +177,8 @@ def cache_folder() -> Path:
 
 def table_path(identity: str, folder: Path) -> Path:
     """The file of one device, driver and version."""
-    name = hashlib.sha256(f"{FORMAT} {identity}".encode()).hexdigest()[:16]
+    versions = f"{FORMAT} {__version__} {torch.__version__}"
+    name = hashlib.sha256(f"{versions} {identity}".encode()).hexdigest()[:16]
     return folder / f"strategies-{name}.json"
 
 

@@ -127,6 +127,10 @@ class HostMemory(Protocol):
         """True when all of these slots lie in memory that is pinned now (it never gets less)."""
         ...
 
+    def wait_until_pinned(self, slots: Ints, timeout_s: float) -> bool:
+        """Let the host wait for that; False when it has not come true, or never will."""
+        ...
+
 
 class Registrar(Protocol):
     """The part of a device that the arena needs. Called from the arena's pinning thread too."""

@@ -13,10 +13,12 @@ end. Bytes are moved outside it.
 import logging
 import os
 import platform
+import re
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -123,7 +125,7 @@ class CpuDevice:
     @property
     def identity(self) -> str:
         compiled = "compiled" if self._compiled else "interpreted"
-        return f"cpu {platform.machine()} {os.cpu_count()} {self.num_threads} {compiled}"
+        return f"{cpu_model()}, {os.cpu_count()} cores, {self.num_threads} threads, {compiled}"
 
     def attach(self, layout: Layout, memory: HostMemory) -> None:
         if self._copiers:
@@ -257,3 +259,12 @@ class CpuDevice:
 
     def _ready_to_stop(self) -> bool:
         return self._stopping and not self._queue
+
+
+def cpu_model() -> str:
+    """The processor's name where the system says it, else its architecture."""
+    try:
+        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.machine()

@@ -1,5 +1,6 @@
 """The arena: as many bytes as asked for, pinned as far as it goes, nothing left behind."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvferry.engine.arena import Arena
+from kvferry.engine.arena import FIRST_PIN_BYTES, Arena
 from kvferry.engine.capacity import (
     UNLIMITED,
     MemoryLimits,
@@ -17,10 +18,11 @@ from kvferry.engine.capacity import (
     read_limits,
 )
 from kvferry.engine.errors import CapacityError, TransferError
-from kvferry.engine.mapping import PAGE_BYTES
+from kvferry.engine.mapping import PAGE_BYTES, map_memory, prefer_node, unmap_memory
 
 WAIT_S = 30.0
 MIB = 1 << 20
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class Pinner:
@@ -84,6 +86,58 @@ def test_resident_memory_is_what_was_asked_for(gib: float) -> None:
     assert resident_bytes() - before <= asked // 100
 
 
+def test_large_sizes_have_a_progress_line_and_several_threads(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step of ``PROGRESS_BYTES``, from as many threads as were asked for."""
+    meeting = threading.Barrier(4, timeout=WAIT_S)
+    populated: list[tuple[int, int]] = []
+
+    def populate(address: int, num_bytes: int) -> None:
+        populated.append((address, num_bytes))
+        meeting.wait()  # breaks unless four of them are under way at once
+
+    monkeypatch.setattr("kvferry.engine.arena.populate", populate)
+    monkeypatch.setattr("kvferry.engine.arena.PREFAULT_BYTES", MIB)
+    monkeypatch.setattr("kvferry.engine.arena.PROGRESS_BYTES", 4 * MIB)
+    with caplog.at_level(logging.INFO), Arena.reserve(16, MIB, 0, Pinner()) as arena:
+        ends = [address + size for address, size in sorted(populated)]
+        assert ends[-1] - min(populated)[0] == arena.num_bytes
+        assert ends[:-1] == [address for address, _ in sorted(populated)[1:]]
+    assert sum("host memory: " in line for line in caplog.messages) == 4
+
+
+@pytest.mark.parametrize(("node", "bound"), [(0, True), (None, False)])
+def test_memory_comes_from_the_node_of_the_device(
+    monkeypatch: pytest.MonkeyPatch, node: int | None, bound: bool
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        "kvferry.engine.arena.prefer_node",
+        lambda address, num_bytes, node: asked.append((num_bytes, node)),
+    )
+    pinner = Pinner()
+    pinner.numa_node = node
+    with Arena.reserve(16, MIB, 0, pinner) as arena:
+        assert asked == ([(arena.num_bytes, node)] if bound else [])
+
+
+def test_the_kernel_takes_the_binding_to_a_node(caplog: pytest.LogCaptureFixture) -> None:
+    address = map_memory(4 * MIB)
+    try:
+        with caplog.at_level(logging.DEBUG):
+            prefer_node(address, 4 * MIB, 0)
+        maps = Path("/proc/self/numa_maps")
+        if "refused" in caplog.text or not maps.exists():
+            pytest.skip("this kernel does not let us choose a NUMA node")
+        lines = [
+            line for line in maps.read_text().splitlines() if int(line.split()[0], 16) == address
+        ]
+        assert "prefer" in lines[0].split()[1]
+    finally:
+        unmap_memory(address, 4 * MIB)
+
+
 def test_pinned_pieces_have_no_gap_and_no_rounding() -> None:
     """S18: within one page, however the size falls."""
     pinner = Pinner()
@@ -127,6 +181,29 @@ def test_transfers_can_start_before_pinning_ends() -> None:
         pinner.gate.set()
         assert arena.wait_pinned(WAIT_S)
         assert arena.is_pinned(np.array([0]))
+
+
+@pytest.mark.parametrize("fails_at", [None, 2])
+def test_waiting_for_slots_ends_with_them_or_with_the_pinning(fails_at: int | None) -> None:
+    pinner = Pinner(fails_at)
+    pinner.gate.clear()
+    with Arena.reserve(64, MIB // 8, 8, pinner, max_pin_bytes=MIB) as arena:
+        assert not arena.wait_until_pinned(np.array([0]), 0.0)
+        opener = threading.Thread(target=pinner.gate.set)
+        opener.start()
+        assert arena.wait_until_pinned(np.array([0]), WAIT_S)
+        assert arena.wait_until_pinned(np.array([63]), WAIT_S) == (fails_at is None)
+        opener.join(WAIT_S)
+
+
+def test_the_first_slots_are_pinned_in_a_small_piece_before_the_rest() -> None:
+    """So that measuring need not wait for the 64 GiB of a whole piece."""
+    pinner = Pinner()
+    with Arena.reserve(3, FIRST_PIN_BYTES // 2, 8, pinner) as arena:
+        assert arena.wait_pinned(WAIT_S)
+        first, rest = (size for _, size in pinner.pieces)
+        assert FIRST_PIN_BYTES <= first <= FIRST_PIN_BYTES + 2 * PAGE_BYTES
+        assert arena.num_bytes <= first + rest < arena.num_bytes + 2 * PAGE_BYTES
 
 
 def test_a_slot_is_pinned_with_its_checksums_piece_by_piece() -> None:
@@ -238,7 +315,10 @@ sys.stdin.read()
 
 
 def test_a_killed_process_leaves_nothing_behind() -> None:
-    """S22; and the memory is kept out of core dumps (dd) and forked children (dc)."""
+    """S22; and the memory is kept out of core dumps (dd) and forked children (dc).
+
+    It is asked for in huge pages (hg).
+    """
 
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD],
@@ -253,6 +333,8 @@ def test_a_killed_process_leaves_nothing_behind() -> None:
         flags = child.stdout.readline()
         assert "'dd'" in flags
         assert "'dc'" in flags
+        if HUGE_PAGES.exists():
+            assert "'hg'" in flags
         assert resident_bytes(child.pid) > 256 * MIB
         files = [os.readlink(path) for path in Path(f"/proc/{child.pid}/fd").iterdir()]
         assert not [name for name in files if name.startswith(("/dev/shm", "/memfd", "/tmp"))]

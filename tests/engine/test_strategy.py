@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvferry.engine.devices.base import Lane, Mark, Piece, Ticket
-from kvferry.engine.devices.cpu import CpuDevice
+from kvferry.engine.devices.base import HostMemory, Ints, Lane, Mark, Piece, Ticket
+from kvferry.engine.devices.cpu import CpuDevice, cpu_model
 from kvferry.engine.measure import (
     cache_folder,
     measured_table,
@@ -146,6 +146,50 @@ def test_a_device_that_fails_ends_the_measuring(
     _, table = measured(tmp_path, {})  # a strategy that it does not know: a KeyError
     assert table == {}
     assert "measuring transfers failed" in caplog.text
+
+
+class Pinning:
+    """Host memory as a device sees it; ``pinned_at_last`` is what a wait for its pinning gives."""
+
+    def __init__(self, memory: HostMemory, pinned_at_last: bool) -> None:
+        self.memory, self.pinned_at_last = memory, pinned_at_last
+        self.pinned, self.waits_s = False, []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.memory, name)
+
+    def is_pinned(self, slots: Ints) -> bool:
+        return self.pinned
+
+    def wait_until_pinned(self, slots: Ints, timeout_s: float) -> bool:
+        self.waits_s.append(timeout_s)
+        self.pinned = self.pinned_at_last
+        return self.pinned
+
+
+@pytest.mark.parametrize("pinned_at_last", [False, True])
+def test_what_is_pageable_is_not_measured(tmp_path: Path, pinned_at_last: bool) -> None:
+    """Its speed says nothing about the pinned memory that it soon is, and would be kept on disk."""
+    device = Paced(Clock(), {ONE: 5.0, TWO: 1.0})
+    with Rig(device) as rig:
+        device.can_pin = True
+        memory = Pinning(rig.arena, pinned_at_last)
+        table = measured_table(device, rig.layout, memory, 1e3, tmp_path, device.clock)
+    assert memory.waits_s[0] == 1e3
+    assert bool(table) == bool(device.launched) == pinned_at_last
+    assert any(tmp_path.iterdir()) == pinned_at_last
+
+
+def test_the_file_is_one_of_this_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = table_path("a", tmp_path)
+    monkeypatch.setattr("kvferry.engine.measure.__version__", "another")
+    assert table_path("a", tmp_path) != ours
+
+
+def test_the_cpu_is_named_by_its_model() -> None:
+    device = CpuDevice(1)
+    assert cpu_model() in device.identity
+    assert device.close(WAIT_S)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"identity": "x"}', '{"identity": "a", "format": 0}'])

@@ -30,6 +30,14 @@ def pieces_of(
     return pieces
 
 
+def bytes_of(order: JobOrder, layout: Layout) -> int:
+    """The bytes that a job moves, counted once. Raises ValueError for an unknown group."""
+    return sum(
+        layout.group(part.group).block_bytes * (len(part.blocks) - part.blocks.count(NO_BLOCK))
+        for part in order.segments
+    )
+
+
 def _segment_pieces(
     order: JobOrder,
     segment: Segment,

@@ -11,8 +11,14 @@ _NOTHING = contextlib.nullcontext()
 
 
 def span(name: str, **fields: object) -> contextlib.AbstractContextManager[None]:
-    """A range called ``name`` around a block, its message ending in the fields."""
-    return _annotate(name, fields) if LISTENING else _NOTHING
+    """A range called ``name`` around a block, its message ending in the fields.
+
+    A field may be a function without arguments that gives the value: called for a listener only.
+    """
+    if not LISTENING:
+        return _NOTHING
+    known = {key: value() if callable(value) else value for key, value in fields.items()}
+    return _annotate(name, known)
 
 
 @contextlib.contextmanager

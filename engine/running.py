@@ -1,6 +1,6 @@
 """One job on this rank, from submit to its last report."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -50,7 +50,7 @@ class RunningJob:
             for piece, strategy in zip(self.pieces, strategies, strict=True):
                 self.strategy = str(strategy)
                 with span(
-                    "launch",
+                    "submit",
                     job=self.job_id,
                     direction=self.direction,
                     bytes=piece.num_bytes,
@@ -117,3 +117,13 @@ def error_text(error: Exception) -> str:
     if isinstance(error, TransferError):
         return f"{type(error).__name__}: {error}"
     return f"TransferError: {type(error).__name__}: {error}"
+
+
+def told_of(jobs: Sequence[RunningJob]) -> dict[str, Callable[[], object]]:
+    """Fields of a range about several jobs, for ``ranges.span``."""
+    return {
+        "jobs": lambda: ",".join(str(job.job_id) for job in jobs),
+        "direction": lambda: "+".join(sorted({job.direction for job in jobs})),
+        "bytes": lambda: sum(job.num_bytes for job in jobs),
+        "strategy": lambda: "+".join(sorted({job.strategy for job in jobs if job.strategy})),
+    }

@@ -26,9 +26,9 @@ from .layout import Layout
 from .measure import measured_table, situation_of
 from .messages import JobOrder, JobReport
 from .options import TransferOptions
-from .pieces import pieces_of
+from .pieces import bytes_of, pieces_of
 from .ranges import span
-from .running import RunningJob, error_text
+from .running import RunningJob, error_text, told_of
 from .strategy import Chooser, Strategy
 from .types import Direction, GroupId, JobId, Rank
 
@@ -118,7 +118,8 @@ class TransferEngine:
                 "loads"
             )
         options = self._options
-        with span("plan", job=order.job_id, direction=order.direction):
+        about = {"job": order.job_id, "direction": order.direction}
+        with span("plan", **about, bytes=lambda: bytes_of(order, self._layout)):
             pieces = pieces_of(
                 order, self._layout, self._arena.num_slots, options.slice_bytes, options.integrity
             )
@@ -150,7 +151,7 @@ class TransferEngine:
             return
         left_s = max(job.deadline_s for job in jobs) - self._clock()
         timeout_s = max(left_s, GIVEN_UP_GRACE_S)
-        with span("flush", jobs=len(jobs), bytes=sum(job.num_bytes for job in jobs)):
+        with span("flush", **told_of(jobs)):
             try:
                 held = self._device.hold_compute(tickets, timeout_s)
             except Exception as error:

@@ -7,7 +7,7 @@ from typing import Final
 
 from .plan_units import size_text
 
-_FIELDS: Final = ("direction", "strategy")
+_FIELDS: Final = ("of", "direction", "strategy")
 """Fields of a range's message that tell kinds of it apart; the others differ every time."""
 
 
@@ -75,7 +75,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def kind_and_bytes(message: str) -> tuple[str, int]:
-    """``launch job=3 direction=store bytes=64`` -> ``("launch store", 64)``.
+    """``submit job=3 direction=store bytes=64`` -> ``("submit store", 64)``.
 
     The name is what comes before the first field; of the fields only those count that tell kinds
     apart, by their values.

@@ -1,7 +1,7 @@
 """The built-in trace: the engine's ranges and jobs as a Chrome / Perfetto trace, on any machine.
 
 ``recording`` listens where a profiler would: every ``span`` of the engine becomes an event on the
-lane of its thread, and every job an event on the lane of its direction, from its first launch to
+lane of its thread, and every job an event on the lane of its direction, from its first submit to
 the report that ends it. A step's event lasts from ``begin_step`` to the last ``poll`` before the
 next one: beside the transfers it shows when the model computes.
 
@@ -73,7 +73,7 @@ class Recorder:
     def span(self, name: str, fields: dict[str, object]) -> Iterator[None]:
         """Stands in for the range that a profiler would see."""
         begun = self._clock_ns()
-        if name == "launch" and isinstance(job := fields.get("job"), int):
+        if name == "submit" and isinstance(job := fields.get("job"), int):
             self._launched_ns.setdefault(job, begun)
         try:
             yield

@@ -167,7 +167,8 @@ class Carrier:
             piece.direction,
             [mark.event for mark in ticket.after],
             ticket.begun,
-            name,
+            piece.job_id,
+            ticket.strategy,
             ticket.pinned,
         )
 

@@ -12,6 +12,7 @@ The end event of a piece is recorded on the stream that its last operation is on
 the piece comes before that through the edges above.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,8 +20,8 @@ import torch
 
 from ...kernels.slices import Slice
 from ..ranges import span
-from ..strategy import Method
-from ..types import Direction
+from ..strategy import Method, Strategy
+from ..types import Direction, JobId
 from .descriptors import Descriptors
 from .group import MovedGroup
 from .launches import Launches
@@ -73,9 +74,14 @@ class Move:
     direction: Direction
     after: Sequence[Event]
     begun: Event
-    name: str
+    job_id: JobId
+    strategy: Strategy
     pinned: bool
     touched: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.direction} {self.job_id}"
 
     def queue(self, method: Method) -> Stream:
         """Queue all of it; returns the stream whose next event is the end of the piece."""
@@ -97,7 +103,7 @@ class Move:
         self._wait_for_compute(stream)
         make = self.launches.store if self.direction is Direction.STORE else self.launches.load
         for part, checked in self._parts(0, self.descriptors.num_entries):
-            self._launch(stream, make(part, checked))
+            self._launch(stream, make(part, checked), part)
         return stream
 
     def _copy_engine(self) -> Stream:
@@ -108,11 +114,11 @@ class Move:
         copies = self.group.page_copies(
             f"copy {self.name}", self.descriptors.places, to_host=storing, pinned=self.pinned
         )
-        self._copy(stream, copies)
+        self._copy(stream, copies, Slice(0, self.descriptors.num_entries))
         if self.pinned and self.descriptors.num_checked:
             part = Slice(0, self.descriptors.num_checked)
             make = self.launches.write_checksums if storing else self.launches.verify
-            self._launch(stream, make(part))
+            self._launch(stream, make(part), part)
         return stream
 
     def _pack(self) -> Stream:
@@ -123,10 +129,10 @@ class Move:
             self._take(staging, fills=kernels, empties=copies)
             for part, checked in self._parts(whole.first, whole.num_entries):
                 buffer = self._staged_from(staging, part.first - whole.first)
-                self._launch(kernels, self.launches.pack(part, checked, buffer))
+                self._launch(kernels, self.launches.pack(part, checked, buffer), part)
             self.runtime.record(staging.filled, kernels)
             self.runtime.wait(copies, staging.filled)
-            self._copy(copies, self._slice_copies(whole, staging))
+            self._copy(copies, self._slice_copies(whole, staging), whole)
             self._give_back(staging, copies)
         return copies
 
@@ -136,12 +142,12 @@ class Move:
         self._wait_for_compute(kernels)
         for whole, staging in self._staged_slices():
             self._take(staging, fills=copies, empties=kernels)
-            self._copy(copies, self._slice_copies(whole, staging))
+            self._copy(copies, self._slice_copies(whole, staging), whole)
             self.runtime.record(staging.filled, copies)
             self.runtime.wait(kernels, staging.filled)
             for part, checked in self._parts(whole.first, whole.num_entries):
                 buffer = self._staged_from(staging, part.first - whole.first)
-                self._launch(kernels, self.launches.unpack(part, checked, buffer))
+                self._launch(kernels, self.launches.unpack(part, checked, buffer), part)
             self._give_back(staging, kernels)
         return kernels
 
@@ -190,14 +196,26 @@ class Move:
             pinned=self.pinned,
         )
 
-    def _launch(self, stream: Stream, kernel: KernelLaunch) -> None:
-        with span("kernel", of=kernel.name):
+    def _launch(self, stream: Stream, kernel: KernelLaunch, part: Slice) -> None:
+        with self._span("kernel", part, of=lambda: kernel.name.partition(" ")[0]):
             self.runtime.launch(stream, kernel)
         self.touched = True
 
-    def _copy(self, stream: Stream, copies: Copies) -> None:
+    def _copy(self, stream: Stream, copies: Copies, part: Slice) -> None:
         """A batch may fail half-way, with its first copies queued."""
         self.touched = self.touched or len(copies.sizes) > 1
-        with span("dma", of=copies.name, copies=len(copies.sizes)):
+        with self._span("dma", part, copies=len(copies.sizes)):
             self.runtime.copy(stream, copies)
         self.touched = True
+
+    def _span(
+        self, name: str, part: Slice, **fields: object
+    ) -> contextlib.AbstractContextManager[None]:
+        return span(
+            name,
+            job=self.job_id,
+            direction=self.direction,
+            bytes=part.num_entries * self.group.block_bytes,
+            strategy=self.strategy,
+            **fields,
+        )

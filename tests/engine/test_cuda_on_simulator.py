@@ -1,6 +1,5 @@
 """The CUDA device's own code on the simulator: bytes, order, integrity, failures, pools."""
 
-import contextlib
 import logging
 
 import pytest
@@ -264,21 +263,6 @@ def test_the_first_failing_call_leaves_nothing_behind(make_rig):
             assert rig.finish()[2] is None, (turn, method)
             rig.engine.snapshot()
             rig.simulation.check()
-
-
-def test_kernels_and_copies_have_ranges_when_a_profiler_listens(make_rig, monkeypatch):
-    ranges = []
-
-    def annotate(name, fields):
-        ranges.append((name, fields.get("of")))
-        return contextlib.nullcontext()
-
-    monkeypatch.setattr("kvferry.engine.ranges.LISTENING", True)
-    monkeypatch.setattr("kvferry.engine.ranges._annotate", annotate)
-    rig = make_rig(method=Method.PACKED)
-    rig.store(7, blocks=[0, 1], slots=[0])
-    assert ("kernel", "pack store 7") in ranges
-    assert ("dma", "copy store 7") in ranges
 
 
 def test_closing_twice_is_fine_and_a_closed_device_takes_nothing(make_rig):

@@ -30,7 +30,7 @@ def two_workers(path: Path) -> None:
     file.domain("torch", 1, 200)
     file.domain("kvferry", 2, 200, registered=True)
 
-    file.span("launch job=1 direction=store bytes=4096 strategy=packed", 1000, 1100, process=100)
+    file.span("submit job=1 direction=store bytes=4096 strategy=packed", 1000, 1100, process=100)
     file.call(1010, 7, process=100)
     file.kernel("pack_pages_kernel", 2000, 2500, 7, process=100)
     file.call(1020, 8, process=100)
@@ -39,7 +39,7 @@ def two_workers(path: Path) -> None:
     file.copy(4000, 9000, 1 << 20, 9, process=100, kind=8)
 
     file.span(
-        "launch job=2 direction=load strategy=copy_engine",
+        "submit job=2 direction=load strategy=copy_engine",
         1000,
         1400,
         process=200,
@@ -51,8 +51,8 @@ def two_workers(path: Path) -> None:
     file.copy(6000, 7000, MIB, 7, process=200, kind=1)  # one call can make many copies
     file.kernel("attention", 0, 10, 12, process=200)
 
-    file.span("launch job=9 direction=load", 1000, 1500, process=200, domain=1)  # torch's
-    file.span("launch job=3 direction=load", 2000, None, process=100)  # never ended
+    file.span("submit job=9 direction=load", 1000, 1500, process=200, domain=1)  # torch's
+    file.span("submit job=3 direction=load", 2000, None, process=100)  # never ended
     file.span("flush jobs=2 bytes=64", 3000, 3300, process=100, kind=60, thread=8)
     file.close()
 
@@ -60,12 +60,12 @@ def two_workers(path: Path) -> None:
 def test_ranges_are_ours_and_know_what_the_gpu_did(path: Path) -> None:
     two_workers(path)
     ranges = {one.kind: one for one in sections_of(Export(path))["range"]}
-    assert set(ranges) == {"launch store packed", "launch load copy_engine", "flush"}
-    store = ranges["launch store packed"]
+    assert set(ranges) == {"submit store packed", "submit load copy_engine", "flush"}
+    store = ranges["submit store packed"]
     assert (store.count, store.total_s, store.num_bytes) == (1, 100e-9, 4096)
     assert store.device_s == pytest.approx(1000e-9)  # 500 of the kernel, 500 of the copy
     assert store.bytes_per_s == pytest.approx(4096 / 1000e-9)
-    load = ranges["launch load copy_engine"]
+    load = ranges["submit load copy_engine"]
     assert load.num_bytes == 2 * MIB  # from the copies: the message does not say
     assert load.bytes_per_s == pytest.approx(2 * MIB / 2000e-9)
     assert ranges["flush"].bytes_per_s is None  # a wait says nothing about speed
@@ -135,7 +135,7 @@ def test_the_table_names_what_was_measured(path: Path, capsys: pytest.CaptureFix
     two_workers(path)
     assert main(["summary", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    row = next(line for line in lines if line.startswith("launch store packed"))
+    row = next(line for line in lines if line.startswith("submit store packed"))
     assert row.split()[3:] == ["1", "0.00", "0.1", "0.1", "0.00", "4", "KiB", "4.10"]
 
 

@@ -43,7 +43,7 @@ def test_an_engine_is_recorded_and_then_left_alone(tmp_path: Path) -> None:
     assert "IntegrityError" in loads[1]["args"]["error"]
     assert len(by_lane[STEPS]) == 3
     names = {one["name"] for one in by_lane["ranges of MainThread"]}
-    assert {"plan", "launch"} <= names
+    assert {"plan", "submit"} <= names
 
 
 def test_a_script_is_run_and_its_trace_written(
@@ -91,7 +91,7 @@ def test_lanes_by_a_clock_that_the_test_moves() -> None:
     recorder = Recorder(lambda: now[0])
     recorder.begin_step()
     now[0] = 10
-    with recorder.span("launch", {"job": 5, "direction": Direction.LOAD}):
+    with recorder.span("submit", {"job": 5, "direction": Direction.LOAD}):
         now[0] = 12
     now[0] = 50
     recorder.polled([report_of(5, settled=False), report_of(6)])
@@ -101,7 +101,7 @@ def test_lanes_by_a_clock_that_the_test_moves() -> None:
     recorder.begin_step()
     recorder.end_step()  # nothing was polled in it
     lasted = [(event.name, event.start_ns, event.end_ns) for event in recorder.events]
-    assert lasted == [("launch", 10, 12), ("load", 10, 50), ("step", 0, 60)]
+    assert lasted == [("submit", 10, 12), ("load", 10, 50), ("step", 0, 60)]
 
 
 def test_a_long_recording_is_cut_and_says_so(

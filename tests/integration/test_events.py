@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvferry.engine.types import Direction
+from kvferry.engine.geometry import GroupGeometry
+from kvferry.engine.planner import Part
+from kvferry.engine.rules import GroupKind, GroupRule
+from kvferry.engine.types import NO_BLOCK, BlockId, Direction, GroupId
+from kvferry.integration.vllm.config import OffloadingOptions, SimpleOptions
+from kvferry.integration.vllm.events import describe
 from real_scheduler import Engine, tokens
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_GPU, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -223,3 +228,27 @@ def test_nothing_is_kept_where_nobody_listens(model_config_dir: Path) -> None:
     assert engine.manager.events is None
     assert engine.manager.core.ledger.journal is None
     assert list(engine.connector.take_events()) == []
+
+
+def test_of_a_chunk_that_a_window_has_partly_left_the_rest_is_described(
+    model_config_dir: Path,
+) -> None:
+    engine = Engine(model_config_dir)
+    request = engine.request("a", tokens(0, 24))
+    rule = GroupRule(GroupId(0), GroupKind.WINDOW, chunk_tokens=12, window_tokens=4)
+    geometry = GroupGeometry(rule, block_tokens=4, hash_tokens=4)
+    keys = tuple(geometry.keys(request.block_hashes, 1, 2))
+    blocks = (NO_BLOCK, BlockId(7), BlockId(8))
+    (found,) = describe(request, Part(geometry, keys, blocks))
+    assert found.hashes == tuple(request.block_hashes[4:6])
+    assert found.parent == request.block_hashes[3]
+    assert found.token_ids == tuple(request.all_token_ids[16:24])
+    assert found.block_size == 4
+
+
+def test_the_option_is_a_flag() -> None:
+    assert not OffloadingOptions.parse({}).describes_events
+    assert OffloadingOptions.parse({"self_describing_kv_events": True}).describes_events
+    assert SimpleOptions.parse({}).describes_events
+    with pytest.raises(ValueError, match="self_describing_kv_events='yes'; allowed: true or false"):
+        OffloadingOptions.parse({"self_describing_kv_events": "yes"})

@@ -94,17 +94,19 @@ class Carrier:
         Where even that fails, the ticket stays without an end: try again at the next look.
         """
         lane = self._lanes[ticket.lane]
-        joined, end = self._timers.take(), self._timers.take()
+        taken: list[Event] = []
         try:
+            taken += [self._timers.take()]
+            taken += [self._timers.take()]
+            joined, end = taken
             self._runtime.record(joined, lane.kernels)
             self._runtime.wait(lane.copies, joined)
             self._runtime.record(end, lane.copies)
+            ticket.end = taken.pop()
         except Exception as error:
-            self._timers.give_back(end)
             logger.error("job %d: nothing tells when it ends (%s)", ticket.piece.job_id, error)
-        else:
-            ticket.end = end
-        self._timers.give_back(joined)
+        for event in taken:
+            self._timers.give_back(event)
 
     def finish(self, ticket: StreamTicket) -> None:
         """The device has let go of a piece."""
@@ -112,7 +114,10 @@ class Carrier:
         if ticket.error() is None and ticket.begun is not None and ticket.end is not None:
             ticket.worked_s = self._elapsed_s(ticket.begun, ticket.end)
             if piece.any_checked:
-                self._conclude_checks(ticket)
+                try:
+                    self._conclude_checks(ticket)
+                except Exception as error:  # not checked is not good
+                    ticket.fail(error)
         self._release(ticket)
         ticket.state = TicketState.ENDED
 

@@ -46,6 +46,10 @@ def describe(piece: Piece, pool: BufferPool, runtime: Runtime) -> Descriptors:
     buffer = pool.take(end)
     entries = Entries(buffer[:split].view(torch.int64).view(num_entries, 4))
     flags = buffer[split:end].view(torch.int32)
-    runtime.write_host(entries.records, records)
-    runtime.write_host(flags, torch.zeros(num_entries, dtype=torch.int32))
+    try:
+        runtime.write_host(entries.records, records)
+        runtime.write_host(flags, torch.zeros(num_entries, dtype=torch.int32))
+    except Exception:
+        pool.give_back(buffer)
+        raise
     return Descriptors(buffer, entries, flags, places, int(piece.checked.sum()))

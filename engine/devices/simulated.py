@@ -108,6 +108,7 @@ class SimulatedRuntime:
         return SimulatedStream(f"{name}#{next(self._names)}", priority)
 
     def create_event(self, *, timed: bool = False) -> Event:
+        self._call("create_event")
         self.num_events += 1
         return SimulatedEvent(timed)
 
@@ -158,10 +159,12 @@ class SimulatedRuntime:
         return self._new(num_bytes)
 
     def write_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._call("write_host")
         self.simulation.touch_from_host("write", writes=ByteRanges.of_tensor(target))
         target.copy_(source)
 
     def read_host(self, source: torch.Tensor) -> torch.Tensor:
+        self._call("read_host")
         self.simulation.touch_from_host("read", reads=ByteRanges.of_tensor(source))
         return source.clone()
 

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from .changes import Change, Journal
 from .geometry import GroupGeometry
@@ -262,7 +263,7 @@ class SchedulingCore:
             request.num_offered[index] = first + keys.index(new[taken])
         if lease is None:
             return None, None
-        blocks = tuple(block for key in lease.keys for block in wanted[key])
+        blocks = tuple(chain.from_iterable(map(wanted.__getitem__, lease.keys)))
         return lease, Part(geometry, lease.keys, blocks)
 
     def _own_prefix(self, request: TrackedRequest, last: int, num_new: int) -> Collection[Key]:

@@ -122,7 +122,8 @@ class Jobs:
         """The jobs that are not settled and fence any of ``blocks``."""
         if not self._fences:
             return set()
-        return {job_id for block in self._fences.keys() & blocks for job_id in self._fences[block]}
+        fences = set(map(self._fences.__getitem__, self._fences.keys() & blocks))
+        return set(chain.from_iterable(fences))
 
     def loading(self, request_id: RequestId) -> bool:
         """Whether a load of this request has not been answered by every rank."""

@@ -16,7 +16,7 @@ dicts, whose growth is amortised as always. One thread.
 
 from array import array
 from collections.abc import Collection, Iterable, Sequence
-from itertools import compress
+from itertools import chain, compress
 from operator import indexOf, not_
 from typing import Final, TypeVar, cast
 
@@ -211,9 +211,12 @@ class Ledger:
         taken = tuple(keys) if len(slots) == len(keys) else tuple(keys[: len(slots)])
         self._change(slots, SlotEvent.RESERVE)
         self._writing[group].update(zip(taken, slots, strict=True))
+        key_of, group_of = self._key_of, self._group_of
         for key, slot in zip(taken, slots, strict=True):
-            self._key_of[slot] = key
-            self._group_of[slot] = group
+            key_of[slot] = key
+        if self.num_groups > 1:
+            for slot in slots:
+                group_of[slot] = group
         return self._opened(WriteLease(group, taken, tuple(slots)))
 
     def commit(self, lease: WriteLease) -> None:
@@ -311,12 +314,16 @@ class Ledger:
         return [slot for slot, before in zip(slots, befores, strict=True) if before == state]
 
     def _evict(self, count: int, protect: Collection[Key]) -> None:
-        spared = {index[key] for index in self._readable for key in protect if key in index}
+        found = chain.from_iterable(map(index.get, protect) for index in self._readable)
+        spared = cast("set[SlotId]", set(found) - {None})
         victims = self._policy.evict(count, spared)
         self._change(victims, SlotEvent.EVICT)
         groups = cast("Iterable[GroupId]", map(self._group_of.__getitem__, victims))
         gone = list(zip(groups, map(self._key_of.__getitem__, victims), strict=True))
-        self._forget_keys(victims)
+        for group, key in gone:
+            del self._readable[group][key]
+        for slot in victims:
+            self._key_of[slot] = NO_KEY
         self._free.extend(victims)
         self._gone(gone)
         self.num_evicted += len(victims)

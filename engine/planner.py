@@ -96,6 +96,8 @@ def sources(
     if rule.kind is GroupKind.FULL and NO_BLOCK not in blocks_of:
         # Every chunk is worth storing, and none is gone: the usual case, in a few passes in C.
         chunks = list(zip(*[iter(blocks_of)] * size, strict=False))  # a last part is left out
+        if len(absent) == len(keys) == len(chunks):
+            return dict(zip(keys, chunks, strict=True))
         if len(chunks) < len(keys):
             absent = [i for i in absent if i < len(chunks)]
         return dict(

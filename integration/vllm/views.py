@@ -1,7 +1,7 @@
 """vLLM's objects -> the engine's plain data. Nothing outside this module reads their fields."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.logger import init_logger
 
@@ -26,10 +26,13 @@ def block_tables(
     block_ids: Sequence[Sequence[int]], group_ids: Sequence[int]
 ) -> list[list[BlockId]]:
     """The block tables of these groups, the null block as ``NO_BLOCK``."""
-    return [
-        [BlockId(block) if block != _NULL_BLOCK else NO_BLOCK for block in block_ids[group]]
-        for group in group_ids
-    ]
+    return [_block_table(block_ids[group]) for group in group_ids]
+
+
+def _block_table(block_ids: Sequence[int]) -> list[BlockId]:
+    if _NULL_BLOCK not in block_ids:
+        return cast("list[BlockId]", list(block_ids))
+    return [BlockId(block) if block != _NULL_BLOCK else NO_BLOCK for block in block_ids]
 
 
 def limits_of(request: "Request") -> Limits:

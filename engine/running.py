@@ -9,7 +9,7 @@ from .errors import IntegrityError, TransferError
 from .messages import JobOrder, JobReport
 from .ranges import span
 from .strategy import Strategy
-from .types import Direction, JobId, Rank, SlotId
+from .types import Direction, JobId, Rank, SlotId, key_start
 
 MAX_PLACES: Final = 8
 """As many corrupt chunks as one log line names."""
@@ -86,10 +86,10 @@ class RunningJob:
         return sorted({slot for ticket in self.tickets for slot in ticket.corrupt_slots()})
 
     def places_of_corrupt(self) -> str:
-        """Group, slot and key seed of the chunks that came out corrupt, the first few."""
+        """Group, slot and the key's beginning of the chunks that came out corrupt, the first few."""
         corrupt = set(self.corrupt_slots())
         places = [
-            f"group {part.group} slot {slot} seed {seed:#x}"
+            f"group {part.group} slot {slot} key {key_start(part.group, seed)}..."
             for part in self.order.segments
             for slot, seed in zip(part.slots, part.seeds, strict=True)
             if slot in corrupt

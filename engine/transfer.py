@@ -354,8 +354,11 @@ class TransferEngine:
             health.loaded_bytes += report.num_bytes if job.direction is Direction.LOAD else 0
             return
         health.failed_jobs += 0 if job.given_up else 1
-        if isinstance(job.error, IntegrityError):
-            health.corrupt_chunks += len(job.corrupt_slots())
-            logger.error("job %d: %s: %s", job.job_id, job.error, job.places_of_corrupt())
-        elif not isinstance(job.error, TransferTimeout | EngineClosed):
+        if corrupt := job.corrupt_slots():
+            health.corrupt_chunks += len(corrupt)
+            places = job.places_of_corrupt()
+            logger.error(
+                "job %d: checksums differ in %d chunks: %s", job.job_id, len(corrupt), places
+            )
+        if not isinstance(job.error, IntegrityError | TransferTimeout | EngineClosed):
             health.count_failure(job.error)

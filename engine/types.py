@@ -43,6 +43,11 @@ def seed_of(group: GroupId, key: Key) -> int:
     return word ^ group
 
 
+def key_start(group: GroupId, seed: int) -> str:
+    """The first eight bytes, in hex, of the key that ``seed_of`` made this seed from."""
+    return (seed ^ group).to_bytes(8, "little", signed=True).hex()
+
+
 def seeds_of(group: GroupId, keys: Sequence[Key]) -> tuple[int, ...]:
     """``seed_of`` each of ``keys``; fast where they are all equally long and of whole words."""
     if not keys:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kvferry.engine.devices.copying import GroupCopier, load_compiled
 from kvferry.engine.devices.cpu import CpuDevice
-from kvferry.engine.types import Direction
+from kvferry.engine.types import Direction, GroupId, JobId, Key, key_start, seed_of
 from kvferry.kernels.checksum.host import fragment_checksums
 from worker_rig import WAIT_S, Rig
 
@@ -65,12 +65,36 @@ def test_one_flipped_bit_fails_the_load_and_names_the_place(
         assert report.num_bytes == 0
         counts = rig.engine.snapshot()
         assert (counts["corrupt_chunks"], counts["failed_jobs"], counts["off"]) == (1, 1, 0)
-        seed = rig.order(2, Direction.LOAD, [6, 7], [3]).segments[0].seeds[0]
+        key = (bytes([3]) * 8).hex()  # how the rig's key of slot 3 begins
         lines = [line for line in caplog.messages if "checksums differ" in line]
         assert len(lines) == 1
-        assert f"group 0 slot 3 seed {seed:#x}" in lines[0]
+        assert f"group 0 slot 3 key {key}" in lines[0]
         rig.load(3, [6, 7], [6])
         assert rig.engine.drain(WAIT_S)[0].error is None
+
+
+def test_a_mismatch_is_counted_and_logged_whatever_else_fails_its_load(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Two pieces: one comes out corrupt, the device fails the other."""
+    with Rig(integrity="full", slice_bytes=1) as rig:
+        rig.store(1, [0, 1], [0, 1])
+        rig.engine.drain(WAIT_S)
+        rig.arena.slots[0] ^= 1
+        move = rig.device._move
+
+        def broken(piece, begin, end, strategy):
+            if piece.slots[0] == 1:
+                raise OSError("no")
+            return move(piece, begin, end, strategy)
+
+        rig.device._move = broken
+        rig.load(2, [2, 3], [0, 1])
+        assert rig.device.wait(rig.engine._jobs[JobId(2)].tickets, WAIT_S)
+        report = rig.engine.poll()[0]
+        assert "OSError" in (report.error or "")
+        assert rig.engine.snapshot()["corrupt_chunks"] == 1
+        assert sum("checksums differ" in line for line in caplog.messages) == 1
 
 
 @BOTH
@@ -116,3 +140,10 @@ def test_copiers_agree_on_what_the_other_wrote() -> None:
         rig.load(2, [1], [0])
         assert rig.engine.drain(WAIT_S)[0].error is None
         assert np.array_equal(rig.read(0), rig.read(1))
+
+
+def test_a_seed_tells_how_its_key_begins() -> None:
+    for group in (0, 7):
+        for key in (b"", b"abc", bytes(range(240, 256)), b"\xff" * 32):
+            seed = seed_of(GroupId(group), Key(key))
+            assert key_start(GroupId(group), seed) == key[:8].ljust(8, b"\0").hex()

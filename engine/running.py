@@ -86,7 +86,7 @@ class RunningJob:
         return sorted({slot for ticket in self.tickets for slot in ticket.corrupt_slots()})
 
     def places_of_corrupt(self) -> str:
-        """Group, slot and the key's beginning of the chunks that came out corrupt, the first few."""
+        """Group, slot and key of the chunks that came out corrupt, the first few."""
         corrupt = set(self.corrupt_slots())
         places = [
             f"group {part.group} slot {slot} key {key_start(part.group, seed)}..."

@@ -274,3 +274,20 @@ def test_after_a_failure_both_streams_belong_to_the_end(make_rig):
         rig.simulation.queue("compute", "reuse", writes=reused, action=lambda: None)
         assert (not rig.simulation.races) == is_safe
         assert "OSError" in rig.finish()[1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_expedited_load_waits_for_compute_too(make_rig, method):
+    """Its lane is one of its own, and needs the edges of the other loads."""
+    for mutation, is_safe in ((Mutant, True), (no_wait("expedited", "compute"), False)):
+        rig = make_rig(method=method, mutate=mutation)
+        rig.store(1, [0, 1, 2, 3], [0, 1])
+        rig.finish()
+        rig.worker.run(Step(zeroed=[8, 9], read=[10, 11]), StepHooks(rig))
+        rig.engine.mark_loads()
+        rig.load(2, [8, 9], [0], expedited=True)
+        rig.load(3, [10, 11], [1], expedited=True)
+        firsts = {race.first.name.partition(" ")[0] for race in rig.simulation.races}
+        assert firsts == (set() if is_safe else {"zero", "forward"})
+        rig.simulation.races.clear()
+        rig.finish()

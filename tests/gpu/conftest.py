@@ -1,5 +1,10 @@
-"""Tests that need an NVIDIA GPU: skipped, with the reason, where there is none."""
+"""Tests that need an NVIDIA GPU: skipped, with the reason, where there is none.
 
+With ``KVFERRY_REQUIRE_GPU`` set (``make test-gpu`` sets it) a missing GPU is an error instead: what
+should run on one must not pass by skipping.
+"""
+
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +18,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what lies in this folder; the hook sees the tests of a whole run."""
     if torch.cuda.is_available():
         return
+    if os.environ.get("KVFERRY_REQUIRE_GPU"):
+        raise pytest.UsageError(
+            f"a GPU is required, but torch {torch.__version__} finds none: run these tests with a "
+            "Python whose torch is built for CUDA (make test-gpu PYTHON=...)"
+        )
     reason = pytest.mark.skip(reason="needs an NVIDIA GPU: torch.cuda finds none")
     for item in items:
         if Path(__file__).parent in item.path.parents:

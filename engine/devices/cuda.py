@@ -158,20 +158,24 @@ class StreamDevice:
             logger.warning("compute cannot wait on its stream (%s): the host does", error)
             self._timers.give_back(begun)
             self._timers.give_back(ended)
-            return self.wait(live, timeout_s)
+            begun_s = self._runtime.now_s()
+            held = self.wait(live, timeout_s)
+            self._hold_times_s.append(self._runtime.now_s() - begun_s)
+            return held
         self._holds.append((begun, ended))
         # A piece without an end failed half-way: nothing on the device says when it is over.
         return all(ticket.end is not None for ticket in live)
 
     def wait(self, tickets: Sequence[Ticket], timeout_s: float) -> bool:
         deadline_s = self._runtime.now_s() + timeout_s
+        all_ended = True
         for ticket in self._started(tickets):
-            if ticket.end is None:
-                return False
-            if not self._wait_for(ticket, ticket.end, deadline_s):
-                return False
-            self._finish(ticket)
-        return True
+            # A piece without an end failed half-way: wait for the others all the same.
+            if ticket.end is None or not self._wait_for(ticket, ticket.end, deadline_s):
+                all_ended = False
+            else:
+                self._finish(ticket)
+        return all_ended
 
     def take_hold_times_s(self) -> list[float]:
         self._end_holds()

@@ -222,6 +222,7 @@ def test_compute_that_cannot_wait_makes_the_host_wait(make_rig, caplog):
     rig.simulation.queue("compute", "reuse", writes=reuse, action=lambda: None)
     assert rig.finish() == {1: None}
     rig.simulation.check()
+    assert rig.engine.snapshot()["flushes"] == 1, "the forward stood still for it"
 
 
 def test_what_was_taken_is_given_back(make_rig):

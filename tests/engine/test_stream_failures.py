@@ -71,3 +71,24 @@ def test_what_cannot_be_prepared_fails_and_leaves_nothing(make_rig, call):
     rig.load(1, [0, 1], [0])
     assert "OSError" in rig.finish()[1]
     assert rig.device.num_taken == taken
+
+
+def test_closing_waits_for_what_can_end_beside_what_cannot(make_rig, caplog):
+    """A piece whose end cannot be told does not make the others be taken for hung."""
+    rig = make_rig(method=Method.COPY_ENGINE)
+    queued = []
+
+    def once_it_moves(name):
+        queued.extend([name] if name.endswith("store 1") else [])
+        return name == "record" and bool(queued)
+
+    refusal = rig.runtime.refuse_when(once_it_moves, lambda: OSError("no"), times=10**9)
+    rig.store(1, [0, 1], [0])
+    refusal.times = 0
+    rig.load(2, [2, 3], [1])
+    rig.runtime.refuse_when(lambda name: name == "record", lambda: OSError("no"), times=10**9)
+    rig.engine.close()
+    assert {int(report.job_id) for report in rig.engine.poll()} == {1, 2}
+    assert not [one for one in rig.simulation.unfinished() if one.name.endswith("load 2")]
+    assert "1 transfers did not end" in caplog.text
+    rig.simulation.run_all()

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..engine.devices.runtime import Stream
+from ..kernels.checksum import op as checksum
 from ..kernels.config import PACK, PLAIN, STAGED, CopyConfig
 from ..kernels.copy import op as copy
 from ..kernels.entries import Entries
@@ -116,32 +117,43 @@ def zero_copy(config: CopyConfig, *, with_checksums: bool = False) -> Strategy:
     return bind
 
 
-def packed(case: Case, direction: Direction) -> Run:
+def packed_with(*, with_checksums: bool = False) -> Strategy:
     """A kernel packs a slice into a buffer on the GPU, and copies bring it to its slots; or back.
 
     Slots are random here, so every block is a copy of its own: the engine merges runs of slots.
     """
-    parts = list(slices(len(case.block_ids), case.table.block_bytes))
-    size = case.table.block_bytes
-    copies = []
-    for part in parts:
-        ids = case.slot_ids[part.first : part.first + part.num_entries]
-        hosts = case.slots.memory.data_ptr() + ids * size
-        buffers = case.staging.data_ptr() + np.arange(part.num_entries) * size
-        copies.append((hosts, buffers, np.full(part.num_entries, size)))
 
-    def run(stream: Stream) -> None:
-        with case.platform.use(stream):
-            for part, (hosts, buffers, sizes) in zip(parts, copies, strict=True):
-                arguments = (case.table, case.staging, case.entries, part)
-                if direction == "store":
-                    pack_launch.pack(*arguments, config=PACK, checksums=None)
-                    case.platform.copy(stream, hosts, buffers, sizes, True)
-                else:
-                    case.platform.copy(stream, buffers, hosts, sizes, False)
-                    pack_launch.unpack(*arguments, config=PACK, checksums=None, flags=None)
+    def bind(case: Case, direction: Direction) -> Run:
+        checksums = case.checksums if with_checksums else None
+        flags = case.flags if with_checksums else None
+        parts = list(slices(len(case.block_ids), case.table.block_bytes))
+        size = case.table.block_bytes
+        copies = []
+        for part in parts:
+            ids = case.slot_ids[part.first : part.first + part.num_entries]
+            hosts = case.slots.memory.data_ptr() + ids * size
+            buffers = case.staging.data_ptr() + np.arange(part.num_entries) * size
+            copies.append((hosts, buffers, np.full(part.num_entries, size)))
 
-    return run
+        def run(stream: Stream) -> None:
+            with case.platform.use(stream):
+                for part, (hosts, buffers, sizes) in zip(parts, copies, strict=True):
+                    arguments = (case.table, case.staging, case.entries, part)
+                    if direction == "store":
+                        pack_launch.pack(*arguments, config=PACK, checksums=checksums)
+                        case.platform.copy(stream, hosts, buffers, sizes, True)
+                    else:
+                        case.platform.copy(stream, buffers, hosts, sizes, False)
+                        pack_launch.unpack(
+                            *arguments, config=PACK, checksums=checksums, flags=flags
+                        )
+
+        return run
+
+    return bind
+
+
+packed = packed_with()
 
 
 def copy_engine(case: Case, direction: Direction) -> Run:
@@ -165,6 +177,21 @@ def copy_engine(case: Case, direction: Direction) -> Run:
     return lambda stream: case.platform.copy(stream, targets, sources, sizes, to_host)
 
 
+def copy_engine_with_checksums(case: Case, direction: Direction) -> Run:
+    """The copy engine computes nothing: a kernel of its own reads the pages once more."""
+    move = copy_engine(case, direction)
+
+    def run(stream: Stream) -> None:
+        move(stream)
+        with case.platform.use(stream):
+            if direction == "store":
+                checksum.write(case.table, case.entries, case.checksums)
+            else:
+                checksum.verify(case.table, case.entries, case.checksums, case.flags)
+
+    return run
+
+
 STRATEGIES: Final[Mapping[str, Strategy]] = {
     "zero-copy plain": zero_copy(PLAIN),
     "zero-copy staged": zero_copy(STAGED),
@@ -174,6 +201,8 @@ STRATEGIES: Final[Mapping[str, Strategy]] = {
 CHECKSUMMED: Final[Mapping[str, Strategy]] = {
     "zero-copy plain + checksum": zero_copy(PLAIN, with_checksums=True),
     "zero-copy staged + checksum": zero_copy(STAGED, with_checksums=True),
+    "packed + checksum": packed_with(with_checksums=True),
+    "copy engine + checksum": copy_engine_with_checksums,
 }
 
 

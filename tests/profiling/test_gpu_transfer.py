@@ -91,3 +91,6 @@ def test_a_dry_run_measures_every_item_and_writes_everything(tmp_path: Path) -> 
     assert all(results.values())
     assert {row["beside"] for row in results["beside_work"]} > {"nothing", "store, packed"}
     assert sum(row["chosen"] for row in results["grids"]) == len(DIRECTIONS)
+    checked = {row["strategy"] for row in results["checksums"]}
+    plain = {row["strategy"] for row in results["strategies"]}
+    assert checked == plain | {f"{strategy} + checksum" for strategy in plain}

@@ -48,14 +48,18 @@ def measured_table(
     budget_s: float,
     folder: Path | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    *,
+    checked: bool = False,
 ) -> Table:
     """The table for this layout: from the file, and what the file lacks measured.
 
+    ``checked``: with the checksums of every fragment, which has a table of its own.
     ``folder`` is by default ``kvferry`` in the user's cache folder. Never raises for the device or
     the file: what fails is left out.
     """
-    path = table_path(device.identity, folder or cache_folder())
-    table = read_table(path, device.identity)
+    identity = f"{device.identity}, checked" if checked else device.identity
+    path = table_path(identity, folder or cache_folder())
+    table = read_table(path, identity)
     deadline = clock() + budget_s
     measured = 0
     for group, situation, blocks in _points(layout, memory):
@@ -66,7 +70,7 @@ def measured_table(
         ):
             break
         try:
-            found = _fastest(device, group, situation, blocks, deadline, clock)
+            found = _fastest(device, group, situation, blocks, deadline, clock, checked)
         except Exception as error:
             logger.warning("measuring transfers failed: %s", error, exc_info=error)
             break
@@ -74,8 +78,8 @@ def measured_table(
             table[situation] = found
             measured += 1
     if measured:
-        write_table(path, device.identity, table)
-        logger.info("measured %d ways to transfer on %s", measured, device.identity)
+        write_table(path, identity, table)
+        logger.info("measured %d ways to transfer on %s", measured, identity)
     return table
 
 
@@ -119,12 +123,13 @@ def _fastest(
     num_blocks: int,
     deadline: float,
     clock: Callable[[], float],
+    checked: bool,
 ) -> Strategy | None:
     """The fastest strategy; None when the time was up before all were measured."""
     candidates = device.strategies(situation.direction)
-    piece = _piece(group, situation.direction, num_blocks)
+    piece = _piece(group, situation.direction, num_blocks, checked)
     if situation.direction is Direction.LOAD:  # what is loaded must be what is there already
-        _seconds(device, _piece(group, Direction.STORE, num_blocks), None, clock)
+        _seconds(device, _piece(group, Direction.STORE, num_blocks, checked), None, clock)
     times: dict[Strategy, float] = {}
     for strategy in candidates:
         _seconds(device, piece, strategy, clock)  # the first time compiles and allocates
@@ -152,7 +157,7 @@ def _seconds(
     return clock() - begun
 
 
-def _piece(group: GroupLayout, direction: Direction, num_blocks: int) -> Piece:
+def _piece(group: GroupLayout, direction: Direction, num_blocks: int, checked: bool) -> Piece:
     """The group's first blocks, to or from the first slots."""
     blocks = np.arange(num_blocks, dtype=np.int64)
     return Piece(
@@ -163,8 +168,8 @@ def _piece(group: GroupLayout, direction: Direction, num_blocks: int) -> Piece:
         blocks // group.blocks_per_chunk,
         blocks % group.blocks_per_chunk,
         np.zeros(num_blocks, dtype=np.int64),
-        np.zeros(num_blocks, dtype=np.bool_),
-        False,
+        np.full(num_blocks, checked),
+        checked,
         num_blocks * group.block_bytes,
     )
 

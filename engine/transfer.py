@@ -319,7 +319,13 @@ class TransferEngine:
         budget_s = self._options.measure_s
         if budget_s <= 0:
             return Chooser(candidates)
-        table = measured_table(self._device, self._layout, self._arena, budget_s)
+        table = measured_table(
+            self._device,
+            self._layout,
+            self._arena,
+            budget_s,
+            checked=self._options.integrity == "full",
+        )
         return Chooser.of(candidates, table)
 
     def _give_up(self, job: RunningJob) -> None:

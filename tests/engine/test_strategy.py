@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -180,6 +181,36 @@ def test_what_is_pageable_is_not_measured(tmp_path: Path, pinned_at_last: bool) 
     assert any(tmp_path.iterdir()) == pinned_at_last
 
 
+def test_checksums_are_part_of_what_is_measured(tmp_path: Path) -> None:
+    """The copy engine needs a kernel more for them: what is fastest may be another."""
+    checked: list[bool] = []
+
+    class Noting(Paced):
+        def launch(self, piece: Piece, *arguments: Any) -> Ticket:
+            checked.append(piece.any_checked and bool(piece.checked.all()))
+            return super().launch(piece, *arguments)
+
+    with Rig(Noting(Clock(), {ONE: 1.0, TWO: 1.0}), integrity="full") as rig:
+        for flag in (True, False):
+            clock = rig.device.clock
+            measured_table(rig.device, rig.layout, rig.arena, 1e9, tmp_path, clock, checked=flag)
+            assert set(checked) == {flag}
+            checked.clear()
+    assert len(list(tmp_path.iterdir())) == 2, "a table for each"
+
+
+@pytest.mark.parametrize(("integrity", "checked"), [("full", True), ("sample", False)])
+def test_an_engine_measures_what_it_will_do(
+    monkeypatch: pytest.MonkeyPatch, integrity: str, checked: bool
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        "kvferry.engine.transfer.measured_table", lambda *_, checked: asked.append(checked) or {}
+    )
+    with Rig(CpuDevice(1), integrity=integrity, measure_s=1.0):
+        assert asked == [checked]
+
+
 def test_the_file_is_one_of_this_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = table_path("a", tmp_path)
     monkeypatch.setattr("kvferry.engine.measure.__version__", "another")
@@ -212,3 +243,18 @@ def test_the_file_lies_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.Mo
     with Rig(CpuDevice(2), measure_s=30.0) as rig:
         assert rig.engine._chooser.table
         assert len(list((tmp_path / "kvferry").iterdir())) == 1
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_stream_device_is_measured_without_a_race(make_rig, tmp_path: Path, checked: bool):
+    rig = make_rig()
+    rig.fill(range(16), range(16))
+    layout = rig.engine._layout
+    table = measured_table(
+        rig.device, layout, rig.arena, 1e9, tmp_path, rig.runtime.now_s, checked=checked
+    )
+    assert {situation.direction for situation in table} == set(Direction)
+    assert all(how in rig.device.strategies(where.direction) for where, how in table.items())
+    rig.simulation.check()
+    assert rig.values(range(16)) == list(range(16)), "no byte of the cache has changed"
+    assert not rig.simulation.unfinished()

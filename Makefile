@@ -56,7 +56,8 @@ vllm-next: $(READY)
 
 # A GPU machine may have no network: where nothing is set up, or PYTHON is given, another Python runs
 # the checkout (typings/kvferry links the folders together as the installed package would). What is
-# set up here has a torch without CUDA: with it this fails, and does not pass by skipping.
+# set up before there was a GPU has a torch without CUDA: with it this fails, and does not pass by
+# skipping.
 test-gpu:
 	@command -v nvidia-smi >/dev/null && nvidia-smi -L | grep -q GPU || \
 	  { echo "make test-gpu: no NVIDIA GPU here (nvidia-smi finds none); run it where there is one" >&2; exit 1; }

@@ -82,8 +82,9 @@ def test_a_store_belongs_to_no_request_and_comes_before_the_forward(
     assert engine.snapshot()["stored_chunks"] > 20
 
 
+@pytest.mark.parametrize(("num_prompt", "num_answer"), [(37, 6), (14, 1), (3, 40)])
 def test_stores_are_planned_before_the_allocator_takes_their_blocks(
-    make_engine: MakeEngine,
+    make_engine: MakeEngine, num_prompt: int, num_answer: int
 ) -> None:
     """With the target that we keep nothing is given away that is not on the host by then, and the
     allocator meets no store that was planned in the same step."""
@@ -98,8 +99,8 @@ def test_stores_are_planned_before_the_allocator_takes_their_blocks(
         return bool(evict(block))
 
     pool._maybe_evict_cached_block = evicted
-    for i in range(30):
-        engine.add(f"r{i}", tokens(i, 37), max_tokens=6)
+    for i in range(2000 // (num_prompt + num_answer)):
+        engine.add(f"r{i}", tokens(i, num_prompt), max_tokens=num_answer)
         if i % 3:
             continue
         while engine.scheduler.has_requests():

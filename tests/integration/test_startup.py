@@ -1,6 +1,9 @@
 """The line at the start: layout, fragments, strategies, slots and what is left over."""
 
+import contextlib
+import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,7 @@ import torch
 from kvferry.engine.layout import Layout, group_layout
 from kvferry.engine.strategy import Method, Strategy
 from kvferry.engine.types import Direction, GroupId, Rank
-from kvferry.integration.vllm import connector
+from kvferry.integration.vllm import connector, plugin
 from kvferry.integration.vllm.startup import HostMemoryFacts, size, startup_line
 from tiny_models import build_model, tiny_engine
 
@@ -65,3 +68,45 @@ def test_a_real_engine_logs_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert re.search("64 blocks stored by (compiled|interpreted).* and loaded by ", line)
     assert f"{num_slots} slots of 64 KiB, {size(worker['arena_bytes'])} in all" in line
     assert line.endswith("unused in a slot: nothing")
+
+
+@contextlib.contextmanager
+def fresh_logging(root_handlers: list[logging.Handler]) -> Iterator[logging.Logger]:
+    """As in a fresh process: what was set up is vLLM's logging, and ``root_handlers``."""
+    ours = logging.getLogger("kvferry")
+    before = ours.level
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger(), "handlers", root_handlers)
+        patch.setattr(ours, "handlers", [])
+        yield ours
+    ours.setLevel(before)
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def test_our_lines_are_seen_where_vllm_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where vLLM sets up its logging after the plugins were loaded."""
+    kept, theirs = Kept(), logging.getLogger("vllm")
+    with fresh_logging([]):
+        plugin.register()
+        plugin.register()
+        monkeypatch.setattr(theirs, "handlers", [kept])
+        before = theirs.level
+        theirs.setLevel(logging.INFO)
+        connector.logger.info("a line of %s", "ours")
+        logging.getLogger("kvferry.engine.arena").debug("a detail")
+        theirs.setLevel(before)
+    assert kept.messages == ["a line of ours"]
+
+
+def test_logging_that_was_set_up_is_left_alone() -> None:
+    with fresh_logging([logging.NullHandler()]) as ours:
+        plugin.register()
+        assert ours.handlers == []

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from .changes import Change, Journal
+from .freshness import FreshBlocks
 from .geometry import GroupGeometry
 from .jobs import Ended, Jobs
 from .ledger import Ledger, WriteLease
@@ -29,7 +30,7 @@ from .matching import Matcher
 from .messages import JobOrder, StepOrders, StepReports
 from .offers import OfferCounter
 from .orders import order_of, refusal
-from .planner import Part, PlannedStore, Tables, sources, wanted
+from .planner import Part, PlannedStore, Tables, prefix_keys, sources, wanted
 from .policy import make_policy
 from .requests import NEVER, NO_LIMITS, Limits, TrackedRequest
 from .rules import boundary_of
@@ -76,6 +77,7 @@ class SchedulingCore:
         self.ledger = Ledger(num_slots, num_ids, make_policy(self.options.policy, num_slots))
         self.ledger.journal = Journal() if self.options.journal else None
         self.jobs = Jobs(self.ledger, num_ranks)
+        self.fresh = FreshBlocks()
         self._offers = OfferCounter(self.options.store_threshold, self.options.max_tracked_offers)
         self._worth = LoadWorth(self.options.min_load_tokens)
         self._matcher = Matcher(
@@ -141,18 +143,28 @@ class SchedulingCore:
         """The request was given its blocks, to load ``num_external_tokens`` of the hit into."""
         request = self._requests.get(request_id)
         if request is None:  # another connector's, or never asked about: only fence
-            self.allocated(block for table in tables for block in table)
+            for table in tables:
+                self.allocated(table)
+                self.fresh.given(table, fresh=False)
             return
         if request.outcome != "hits" or num_external_tokens:
             self._counts[request.outcome] += 1
         request.outcome = ""
+        request.stale |= self.fresh.begins_old(self.groups, tables, request.num_local_tokens)
         for geometry, table in zip(self.groups, tables, strict=True):
-            self.allocated(table[request.num_local_tokens // geometry.block_tokens :])
+            written = table[request.num_local_tokens // geometry.block_tokens :]
+            self._allocated.update(written)
+            self.fresh.given(written, fresh=not request.stale)
         if num_external_tokens:
             self._load(request_id, request, tables, num_external_tokens)
         else:
             request.loading = False  # it goes on to compute: a load is complete or discarded
         self._drop_pins(request_id)
+
+    def grew(self, request_id: RequestId, blocks: Sequence[BlockId]) -> None:
+        """A running request was given these blocks too; told only while ``fresh`` is watching."""
+        request = self._requests.get(request_id)
+        self.fresh.given(blocks, fresh=request is not None and not request.stale)
 
     def _load(
         self, request_id: RequestId, request: TrackedRequest, tables: Tables, num_tokens: int
@@ -255,7 +267,10 @@ class SchedulingCore:
         new = self._offers.passing(group, wanted)
         if not new:
             return None, None
-        lease = self.ledger.reserve(group, new, protect=self._own_prefix(request, last, len(new)))
+        near: Collection[Key] = ()
+        if self.ledger.num_free < len(new):  # eviction is near
+            near = prefix_keys(self.groups, request, last * geometry.chunk_tokens)
+        lease = self.ledger.reserve(group, new, protect=near)
         taken = len(lease.keys) if lease is not None else 0
         if taken < len(new):
             # No slot for this chunk now: it is offered again, since those after it are of no use
@@ -265,18 +280,6 @@ class SchedulingCore:
             return None, None
         blocks = tuple(chain.from_iterable(map(wanted.__getitem__, lease.keys)))
         return lease, Part(geometry, lease.keys, blocks)
-
-    def _own_prefix(self, request: TrackedRequest, last: int, num_new: int) -> Collection[Key]:
-        """Where eviction is near: the request's own chunks, which its later ones need."""
-        if self.ledger.num_free >= num_new:
-            return ()
-        return {
-            key
-            for geometry in self.groups
-            for key in geometry.keys(
-                request.hashes, 0, min(last, geometry.num_hashed_chunks(request.hashes))
-            )
-        }
 
     def rescue(self, parts: Sequence[Part]) -> PlannedStore | None:
         """Plan a store, of no request, of blocks that are about to be given away.
@@ -365,6 +368,7 @@ class SchedulingCore:
         for request_id, request in self._requests.items():
             self._drop_pins(request_id)
             request.stale = True
+        self.fresh.reset()
         self.ledger.invalidate_all()
 
     @property

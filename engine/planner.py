@@ -77,6 +77,22 @@ def wanted(
     return parts
 
 
+def prefix_keys(
+    groups: Sequence[GroupGeometry], request: TrackedRequest, num_tokens: int
+) -> set[Key]:
+    """The keys of a request's own chunks among its first ``num_tokens``, of all groups: without
+    them its later chunks are of no use."""
+    return {
+        key
+        for geometry in groups
+        for key in geometry.keys(
+            request.hashes,
+            0,
+            min(num_tokens // geometry.chunk_tokens, geometry.num_hashed_chunks(request.hashes)),
+        )
+    }
+
+
 def sources(
     geometry: GroupGeometry,
     keys: Sequence[Key],

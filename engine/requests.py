@@ -42,7 +42,7 @@ class TrackedRequest:
     loading: bool = False
     """A load into its blocks is in flight or has failed, and it has not gone on to compute yet."""
     stale: bool = False
-    """Part of what it computed is from before a reset."""
+    """Part of what it computed is from before a reset, or was computed from that."""
 
 
 @dataclass(slots=True)

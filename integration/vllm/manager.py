@@ -74,6 +74,9 @@ class OffloadManager(ABC):
         """End of the scheduler's step: plan stores, collect the flush list."""
         core = self.core
         core.allocated(views.newly_written(scheduler_output))
+        if core.fresh.watching:
+            for request_id, blocks in views.grown(scheduler_output):
+                core.grew(request_id, blocks)
         for request_id, num_computed in views.progress(scheduler_output):
             if core.due(request_id, num_computed):
                 tables = views.current_tables(scheduler_output, request_id, self._group_ids)

@@ -4,7 +4,8 @@ import random
 
 import pytest
 from kvferry.engine.geometry import GroupGeometry
-from kvferry.engine.planner import sources
+from kvferry.engine.planner import prefix_keys, sources
+from kvferry.engine.requests import NO_LIMITS, TrackedRequest
 from kvferry.engine.rules import GroupKind, GroupRule
 from kvferry.engine.types import NO_BLOCK, BlockId, GroupId, Key, seed_of, seeds_of
 
@@ -65,3 +66,12 @@ def test_seeds_of_keys_are_each_keys_seed(group: int, sizes: list[int]) -> None:
     rng = random.Random(1)
     keys = [Key(rng.randbytes(size)) for size in sizes]
     assert seeds_of(GroupId(group), keys) == tuple(seed_of(GroupId(group), key) for key in keys)
+
+
+def test_the_keys_of_a_prefix_are_those_of_its_tokens_in_each_group() -> None:
+    groups = [geometry(GroupKind.FULL, 2), geometry(GroupKind.WINDOW, 1)]
+    hashes = [bytes([i]) * 32 for i in range(5)]
+    request = TrackedRequest(hashes, 80, 0, NO_LIMITS, [0, 0])
+    assert prefix_keys(groups, request, 64) == set(hashes[:4])  # two chunks, and four
+    assert prefix_keys(groups, request, 32) == set(hashes[:2])
+    assert prefix_keys(groups[:1], request, 1000) == {hashes[1], hashes[3]}

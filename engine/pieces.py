@@ -1,5 +1,6 @@
 """A job order -> pieces: arrays of entries, checked against the layout, cut into slices."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -27,6 +28,8 @@ def pieces_of(
     for segment in order.segments:
         group = layout.group(segment.group)
         pieces += _segment_pieces(order, segment, group, num_slots, slice_bytes, integrity)
+    if len(order.segments) > 1:
+        _check_across_segments(order)
     return pieces
 
 
@@ -108,3 +111,22 @@ def _check_destinations(order: JobOrder, segment: Segment, blocks: Ints) -> None
             f"job {order.job_id}: a {what} of group {segment.group} is written twice; "
             "allowed: each destination once"
         )
+
+
+def _check_across_segments(order: JobOrder) -> None:
+    """Slots are one for all groups; blocks are a group's own, and a group is seldom named twice."""
+    store = order.direction is Direction.STORE
+    if not store and len({part.group for part in order.segments}) == len(order.segments):
+        return
+    seen: set[tuple[int, int]] = set()
+    for part in order.segments:
+        group = 0 if store else part.group
+        ids: Sequence[int] = part.slots if store else part.blocks
+        written = {(group, one) for one in ids if one != NO_BLOCK}
+        if twice := seen & written:
+            place = min(twice)[1]
+            what = f"slot {place}" if store else f"block {place} of group {group}"
+            raise ValueError(
+                f"job {order.job_id}: {what} is written twice; allowed: each destination once"
+            )
+        seen |= written

@@ -82,3 +82,24 @@ def test_orders_of_another_shape_are_refused() -> None:
         pieces_of(order(segment(0, [0, 1, 2], [0, 1, 2])), layout(), 16, 1 << 20, "off")
     with pytest.raises(ValueError, match="no group 5"):
         pieces_of(order(segment(5, [0], [0, 1])), layout(), 16, 1 << 20, "off")
+
+
+@pytest.mark.parametrize(
+    ("direction", "parts", "message"),
+    [
+        (Direction.STORE, [(0, 1, 1), (1, 1, 3)], "slot 1 is written twice"),
+        (Direction.STORE, [(0, 1, 1), (0, 1, 3)], "slot 1 is written twice"),
+        (Direction.LOAD, [(0, 1, 5), (0, 2, 5)], "block 5 of group 0 is written twice"),
+    ],
+)
+def test_what_two_segments_write_is_refused(
+    direction: Direction, parts: list[tuple[int, int, int]], message: str
+) -> None:
+    segments = [segment(group, [slot], [block, block + 1]) for group, slot, block in parts]
+    with pytest.raises(ValueError, match=message):
+        pieces_of(order(*segments, direction=direction), layout(), 16, 1 << 20, "off")
+
+
+def test_groups_may_load_into_blocks_of_the_same_id() -> None:
+    job = order(segment(0, [0], [1, 2]), segment(1, [1], [1, 2]), direction=Direction.LOAD)
+    assert len(pieces_of(job, layout(), 16, 1 << 20, "off")) == 2

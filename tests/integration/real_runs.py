@@ -1,0 +1,108 @@
+"""vLLM's real engine put under pressure: for tests that compare its tokens with and without us."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import TinyEngine, tiny_engine
+from vllm.platforms.cpu import CpuPlatform
+
+MAX_MODEL_LEN = 512
+
+
+@dataclass(frozen=True)
+class Pressure:
+    """``num_blocks`` on the "GPU" and ``num_slots`` in the host are both too few for the test's
+    prompts, and ``max_num_seqs`` running requests are too many for the blocks. Prompts of more than
+    ``max_num_batched_tokens`` come in pieces."""
+
+    num_blocks: int
+    num_slots: int
+    max_num_seqs: int = 10
+    max_num_batched_tokens: int = 256
+
+
+PRESSURES = {
+    "llama": Pressure(num_blocks=34, num_slots=110),
+    "mistral": Pressure(num_blocks=18, num_slots=120),
+    "gemma3": Pressure(num_blocks=56, num_slots=400),
+    "gpt_oss": Pressure(num_blocks=40, num_slots=200),
+}
+"""By the number of groups, and of blocks that a window leaves."""
+
+CONNECTORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "offloading": ("KVFerryOffloadingConnector", {}),
+    "simple": ("KVFerrySimpleConnector", {}),
+    "simple_lazy": ("KVFerrySimpleConnector", {"lazy_offload": True}),
+}
+
+
+def put_async_scheduling_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's CPU platform turns async scheduling off, only because it brings nothing there."""
+    update = CpuPlatform.check_and_update_config
+
+    def updated(config: Any) -> None:
+        update(config)
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(updated))
+
+
+@dataclass
+class HostTokens:
+    """Prompt tokens that the host served when their request was first given blocks."""
+
+    by_request: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_request.values())
+
+
+def count_host_tokens(engine: TinyEngine) -> HostTokens:
+    counted = HostTokens()
+    allocated = engine.connector.update_state_after_alloc
+
+    def counting(request: Any, blocks: Any, num_external_tokens: int) -> None:
+        allocated(request, blocks, num_external_tokens)
+        prompt_tokens = min(num_external_tokens, request.num_prompt_tokens)
+        counted.by_request.setdefault(request.request_id, prompt_tokens)
+
+    engine.connector.update_state_after_alloc = counting
+    return counted
+
+
+def without_kvferry(model: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """The tokens of an engine without a connector and without prefix caching."""
+    with tiny_engine(
+        model,
+        connector=None,
+        num_blocks=400,
+        enable_prefix_caching=False,
+        max_model_len=MAX_MODEL_LEN,
+    ) as engine:
+        return [answer.token_ids for answer in engine.generate(prompts, max_tokens=max_tokens)]
+
+
+@contextlib.contextmanager
+def pressed_engine(
+    model: Path, connector: str, *, num_ranks: int = 1, **overrides: Any
+) -> Iterator[TinyEngine]:
+    """An engine with one of ``CONNECTORS`` under the model's pressure, on ``num_ranks`` of TP."""
+    pressure = PRESSURES[model.name]
+    name, options = CONNECTORS[connector]
+    with tiny_engine(
+        model,
+        connector=name,
+        num_blocks=pressure.num_blocks,
+        extra_config={"num_cpu_blocks": pressure.num_slots, **options},
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=pressure.max_num_seqs,
+        max_num_batched_tokens=pressure.max_num_batched_tokens,
+        tensor_parallel_size=num_ranks,
+        **overrides,
+    ) as engine:
+        yield engine

@@ -261,7 +261,8 @@ class SchedulingCore:
             return None, None
         keys = geometry.keys(request.hashes, first, last)
         absent = self.ledger.absent(group, keys)
-        self.ledger.touch(group, keys)
+        if len(absent) < len(keys):
+            self.ledger.touch(group, keys)
         wanted = sources(geometry, keys, absent, table, first, self._boundary)
         request.num_offered[index] = last
         new = self._offers.passing(group, wanted)
@@ -328,7 +329,7 @@ class SchedulingCore:
         )
         self._prior_stores, self._stores, self._loads = [], [], []
         self._allocated = set()
-        self.ledger.take_evicted()
+        self.ledger.forget_evicted()
         return orders
 
     def take(self, reports: StepReports) -> list[Ended]:
@@ -340,16 +341,16 @@ class SchedulingCore:
                 continue
             ended.append(end)
             if end.direction is Direction.LOAD:
-                self._matcher.load_ended(end.chunks)
+                self._matcher.load_ended((group, key) for group, keys in end.chunks for key in keys)
                 num_tokens, started_s = self._load_started.pop(end.job_id)
                 if end.error is None:
                     self._worth.saw_load(num_tokens, self._clock() - started_s)
             if end.error is not None:
                 self._counts[f"failed_{end.direction}s"] += 1
             elif end.direction is Direction.STORE:
-                self._counts["stored_chunks"] += len(end.chunks)
+                self._counts["stored_chunks"] += end.num_chunks
             else:
-                self._counts["loaded_chunks"] += len(end.chunks)
+                self._counts["loaded_chunks"] += end.num_chunks
         return ended
 
     def take_changes(self) -> list[Change]:

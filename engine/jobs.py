@@ -14,7 +14,7 @@ reported, so that nothing can find them from then on, whatever the other ranks s
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import chain
 
 from .leases import Lease, ReadLease, WriteLease
 from .ledger import Ledger
@@ -27,7 +27,7 @@ class Ended:
     """A job that every rank has answered. ``error`` is the first failure reported, else None.
 
     ``settled`` is False when a rank gave up while its device may still touch the job's bytes.
-    ``chunks`` are the chunks that its leases hold or held.
+    ``chunks`` are the keys that its leases hold or held, by group.
     """
 
     job_id: JobId
@@ -35,7 +35,11 @@ class Ended:
     request_id: RequestId | None
     error: str | None
     settled: bool
-    chunks: tuple[tuple[GroupId, Key], ...]
+    chunks: tuple[tuple[GroupId, tuple[Key, ...]], ...]
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(len(keys) for _, keys in self.chunks)
 
 
 @dataclass(slots=True)
@@ -175,9 +179,7 @@ class Jobs:
                 self._loads[job.request_id] = remaining
             else:
                 del self._loads[job.request_id]
-        chunks = tuple(
-            chain.from_iterable(zip(repeat(lease.group), lease.keys) for lease in job.leases)
-        )
+        chunks = tuple((lease.group, lease.keys) for lease in job.leases)
         return Ended(job_id, job.direction, job.request_id, job.error, not job.unsettled, chunks)
 
     def _settle(self, job_id: JobId, job: _Job) -> None:

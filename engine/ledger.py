@@ -36,9 +36,13 @@ NO_KEY: Final = Key(b"")
 _AnyLease = TypeVar("_AnyLease", WriteLease, ReadLease)
 
 
-def _idents(group: GroupId, keys: Sequence[Key]) -> list[int]:
+def _idents(group: GroupId, keys: Sequence[Key]) -> Iterable[int]:
     """What the policy knows chunks by: equal for the same key of the same group."""
-    return list(map(hash, keys)) if group == 0 else [hash(key) + group for key in keys]
+    return map(hash, keys) if group == 0 else (hash(key) + group for key in keys)
+
+
+def _chunks(groups: bytes, keys: Sequence[Key]) -> "zip[tuple[GroupId, Key]]":
+    return zip(cast("Iterable[GroupId]", groups), keys, strict=True)
 
 
 class Ledger:
@@ -86,7 +90,7 @@ class Ledger:
         self._free: list[SlotId] = []  # used before and FREE again; the last one is taken first
         self._leases: set[Lease] = set()
         self._counts = [num_slots, 0, 0, 0, 0]
-        self._evicted: list[tuple[GroupId, Key]] = []
+        self._evicted: list[tuple[bytes, Sequence[Key]]] = []  # groups, and as many keys
 
     # Looking: none of these changes anything.
 
@@ -115,9 +119,11 @@ class Ledger:
 
     def absent(self, group: GroupId, keys: Sequence[Key]) -> list[int]:
         """The indices of those ``keys`` that are neither readable nor being written."""
-        missing = list(map(not_, map(self._readable[group].__contains__, keys)))
-        indices = list(compress(range(len(keys)), missing))
-        writing = self._writing[group]
+        readable, writing = self._readable[group], self._writing[group]
+        if readable.keys().isdisjoint(keys):
+            indices = list(range(len(keys)))
+        else:
+            indices = list(compress(range(len(keys)), map(not_, map(readable.__contains__, keys))))
         return [i for i in indices if keys[i] not in writing] if writing else indices
 
     def counts(self) -> dict[SlotState, int]:
@@ -222,14 +228,12 @@ class Ledger:
     def commit(self, lease: WriteLease) -> None:
         """Close a write lease whose store is good: its keys are readable, except doomed ones."""
         self._close(lease)
-        written = self._in_state(lease.slots, SlotState.WRITING)
-        whole = len(written) == len(lease.slots)
+        whole = not self._counts[SlotState.DOOMED]
+        written = lease.slots if whole else self._in_state(lease.slots, SlotState.WRITING)
         keys = lease.keys if whole else [self._key_of[slot] for slot in written]
         self._change(written, SlotEvent.COMMIT)
-        writing = self._writing[lease.group]
-        for key in keys:
-            del writing[key]
-        self._readable[lease.group].update(zip(keys, written, strict=True))
+        slots = map(self._writing[lease.group].pop, keys)
+        self._readable[lease.group].update(zip(keys, slots, strict=True))
         self._policy.admit(written, _idents(lease.group, keys))
         if self.journal is not None:
             self.journal.found(lease.group, keys)
@@ -257,9 +261,10 @@ class Ledger:
         if strange:
             raise ValueError(f"slots {strange} are not of group {group}; allowed: its own slots")
         written = set(self._in_state(wanted, SlotState.WRITING))
-        gone = [(group, self._key_of[s]) for s in wanted if s not in written]
+        readable = [slot for slot in wanted if slot not in written]
+        keys = [self._key_of[slot] for slot in readable]
         self._lose(wanted)
-        self._gone(gone)
+        self._gone(readable, keys)
         return len(wanted)
 
     def invalidate_all(self) -> int:
@@ -278,7 +283,11 @@ class Ledger:
         They pile up until taken: whoever owns the ledger takes them in every step.
         """
         taken, self._evicted = self._evicted, []
-        return taken
+        return [chunk for groups, keys in taken for chunk in _chunks(groups, keys)]
+
+    def forget_evicted(self) -> None:
+        """Take them, for those who do not want to know."""
+        self._evicted.clear()
 
     def check(self) -> None:
         """Prove the module's invariants; raises ``InvalidTransition`` with what does not hold."""
@@ -318,20 +327,22 @@ class Ledger:
         spared = cast("set[SlotId]", set(found) - {None})
         victims = self._policy.evict(count, spared)
         self._change(victims, SlotEvent.EVICT)
-        groups = cast("Iterable[GroupId]", map(self._group_of.__getitem__, victims))
-        gone = list(zip(groups, map(self._key_of.__getitem__, victims), strict=True))
-        for group, key in gone:
-            del self._readable[group][key]
+        keys = list(map(self._key_of.__getitem__, victims))
+        indices = map(self._readable.__getitem__, map(self._group_of.__getitem__, victims))
+        for index, key in zip(indices, keys, strict=True):
+            del index[key]
         for slot in victims:
             self._key_of[slot] = NO_KEY
         self._free.extend(victims)
-        self._gone(gone)
+        self._gone(victims, keys)
         self.num_evicted += len(victims)
 
-    def _gone(self, chunks: Sequence[tuple[GroupId, Key]]) -> None:
-        self._evicted.extend(chunks)
+    def _gone(self, slots: Sequence[SlotId], keys: Sequence[Key]) -> None:
+        """``keys`` could be read in ``slots``, which are of the same groups still."""
+        groups = bytes(map(self._group_of.__getitem__, slots))
+        self._evicted.append((groups, keys))
         if self.journal is not None:
-            self.journal.lost(chunks)
+            self.journal.lost(_chunks(groups, keys))
 
     def _take_free(self, count: int) -> list[SlotId]:
         used = min(count, len(self._free))

@@ -36,8 +36,9 @@ class EvictionPolicy(Protocol):
     Slots of one call differ from each other. Nothing here may raise for what the ledger does.
     """
 
-    def admit(self, slots: Sequence[SlotId], idents: Sequence[int]) -> None:
-        """``slots`` have just become READY; ``idents`` is ``[len(slots)]``."""
+    def admit(self, slots: Sequence[SlotId], idents: Iterable[int]) -> None:
+        """``slots`` have just become READY; ``idents`` are as many,
+        to be gone through once."""
 
     def hold(self, slots: Sequence[SlotId]) -> None:
         """``slots`` were READY and are now read by somebody."""
@@ -72,7 +73,7 @@ class LRU:
     def __init__(self, num_slots: int) -> None:
         self._lists = SlotLists(num_slots)
 
-    def admit(self, slots: Sequence[SlotId], idents: Sequence[int]) -> None:
+    def admit(self, slots: Sequence[SlotId], idents: Iterable[int]) -> None:
         self._lists.push(0, slots)
 
     def hold(self, slots: Sequence[SlotId]) -> None:
@@ -88,9 +89,7 @@ class LRU:
         self._lists.remove(self._lists.linked(slots))
 
     def evict(self, count: int, spared: Collection[SlotId]) -> list[SlotId]:
-        victims = self._lists.oldest(0, count, spared)
-        self._lists.remove(victims[::-1])  # newest first, as they are linked
-        return victims
+        return self._lists.pop_oldest(0, count, spared)
 
     def evictable(self) -> Iterable[SlotId]:
         return self._lists.walk(0)

@@ -31,7 +31,7 @@ class ARC:
         self._reused = bytearray(num_slots)
         self._target = 0.0
 
-    def admit(self, slots: Sequence[SlotId], idents: Sequence[int]) -> None:
+    def admit(self, slots: Sequence[SlotId], idents: Iterable[int]) -> None:
         for slot, ident in zip(slots, idents, strict=True):
             self._idents[slot] = ident
             self._reused[slot] = self._learn(ident)

@@ -77,7 +77,7 @@ class TwoSpeed:
         """How much faster a chunk used once ages than one used again."""
         return float(2.0**self._speed_log2)
 
-    def admit(self, slots: Sequence[SlotId], idents: Sequence[int]) -> None:
+    def admit(self, slots: Sequence[SlotId], idents: Iterable[int]) -> None:
         known = 0
         for i, (slot, ident) in enumerate(zip(slots, idents, strict=True)):
             self._idents[slot] = ident

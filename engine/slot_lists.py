@@ -101,6 +101,25 @@ class SlotLists:
             slot = newer[slot]
         return cast("list[SlotId]", found)
 
+    def pop_oldest(self, which: int, count: int, spared: Container[SlotId]) -> list[SlotId]:
+        """Unlink what ``oldest`` would give, and give it."""
+        older, newer, list_of = self._older, self._newer, self._list_of
+        found: list[int] = []
+        below = sentinel = self._num_slots + which
+        slot = newer[sentinel]
+        while slot != sentinel and len(found) < count:
+            above = newer[slot]
+            if slot in spared:
+                older[slot], newer[below] = below, slot
+                below = slot
+            else:
+                found.append(slot)
+                list_of[slot] = 0
+            slot = above
+        older[slot], newer[below] = below, slot
+        self._sizes[which] -= len(found)
+        return cast("list[SlotId]", found)
+
     def which(self, slot: SlotId) -> int:
         """The list that ``slot`` is in, or -1."""
         return self._list_of[slot] - 1

@@ -39,7 +39,7 @@ class RequestRecency:
             if slot in self._ready:
                 self._push(slot)
 
-    def admit(self, slots: Sequence[SlotId], idents: Sequence[int]) -> None:
+    def admit(self, slots: Sequence[SlotId], idents: Iterable[int]) -> None:
         self.unhold(slots)
 
     def hold(self, slots: Sequence[SlotId]) -> None:

@@ -25,8 +25,8 @@ ALICE, BOB = RequestId("alice"), RequestId("bob")
 STORE, LOAD = Direction.STORE, Direction.LOAD
 
 
-def chunks(number: int) -> tuple[tuple[GroupId, Key], ...]:
-    return tuple((G0, key) for key in KEYS[:number])
+def chunks(number: int) -> tuple[tuple[GroupId, tuple[Key, ...]], ...]:
+    return ((G0, tuple(KEYS[:number])),)
 
 
 def blocks(*numbers: int) -> list[BlockId]:

@@ -59,11 +59,11 @@ def check_config(vllm_config: "VllmConfig") -> None:
 def groups_from(
     kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig", options: Options
 ) -> tuple[GroupGeometry, ...]:
-    """The groups that are offloaded. Raises ValueError for a kind that is not supported."""
+    """The groups, all offloaded. Raises ValueError for a kind that is not supported."""
     _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     groups = []
-    for index in kv_cache_config.prefix_cacheable_group_ids:
-        group = kv_cache_config.kv_cache_groups[index]
+    # All of them: what no prefix cache serves (rings, replayed windows) is of no kind listed here.
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = _one_layer(group.kv_cache_spec)
         block_tokens = spec.block_size
         kind, window, retained = _kind_of(spec)

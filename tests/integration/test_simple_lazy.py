@@ -101,7 +101,7 @@ def test_stores_are_planned_before_the_allocator_takes_their_blocks(
     pool._maybe_evict_cached_block = evicted
     for i in range(2000 // (num_prompt + num_answer)):
         engine.add(f"r{i}", tokens(i, num_prompt), max_tokens=num_answer)
-        if i % 3:
+        if i % 3 and num_prompt != 14:  # three together, the short ones each alone
             continue
         while engine.scheduler.has_requests():
             engine.step()
@@ -197,7 +197,7 @@ def test_a_full_host_is_asked_again_and_makes_room(make_engine: MakeEngine) -> N
         engine.run()
     engine.check_idle()
     assert engine.snapshot()["ready"] == 3
-    assert engine.snapshot()["stored_chunks"] > 6
+    assert engine.snapshot()["stored_chunks"] > 20  # looking only when half is gone finds 16
 
 
 def test_its_event_carries_what_is_known(make_engine: MakeEngine) -> None:

@@ -18,10 +18,10 @@ Two rules hold everywhere:
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 from .changes import Change, Journal
+from .core_options import CoreOptions
 from .freshness import FreshBlocks
 from .geometry import GroupGeometry
 from .jobs import Ended, Jobs
@@ -37,26 +37,6 @@ from .rules import boundary_of
 from .state import SlotState
 from .types import BlockId, Direction, JobId, Key, RequestId
 from .worth import LoadWorth, StepClock
-
-
-@dataclass(frozen=True, slots=True)
-class CoreOptions:
-    """How the core decides.
-
-    ``store_threshold``: a chunk is stored the n-th time that it is offered, of the
-    ``max_tracked_offers`` chunks whose offers are remembered. ``min_load_tokens``: a
-    shorter hit is not loaded; None decides by measured rates (see ``worth``). ``wait_s`` bounds how
-    long a request waits for others' transfers. ``journal``: keep what becomes readable and stops
-    being so, for ``take_changes``.
-    """
-
-    policy: str = "lru"
-    prompt_only: bool = False
-    store_threshold: int = 1
-    max_tracked_offers: int = 64_000
-    min_load_tokens: int | None = 0
-    wait_s: float = 5.0
-    journal: bool = False
 
 
 class SchedulingCore:
@@ -93,6 +73,7 @@ class SchedulingCore:
         self._prior_stores: list[JobOrder] = []
         self._allocated: set[BlockId] = set()
         self._counts: Counter[str] = Counter()
+        self._off = False
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -127,6 +108,8 @@ class SchedulingCore:
 
     def match(self, request_id: RequestId, num_tokens: int, *, wait: bool) -> int | None:
         """Tokens that can be loaded behind what vLLM's own cache serves (see ``Matcher.match``)."""
+        if self._off:
+            return 0
         return self._matcher.match(request_id, self._requests[request_id], num_tokens, wait=wait)
 
     def pin(self, request_id: RequestId) -> None:
@@ -195,7 +178,7 @@ class SchedulingCore:
         return (
             request is not None
             and num_computed >= request.next_due_tokens
-            and not (request.loading or request.stale)
+            and not (request.loading or request.stale or self._off)
         )
 
     def offer(
@@ -288,6 +271,8 @@ class SchedulingCore:
         They were computed before the step being built. Chunks that are there already are touched,
         and not evicted to make room for the others. None when nothing is stored.
         """
+        if self._off:
+            return None
         near = {key for part in parts for key in part.keys}
         leases, stored = [], []
         for part in parts:
@@ -336,6 +321,8 @@ class SchedulingCore:
         """Take the ranks' reports; returns the jobs that have ended with them."""
         ended = []
         for report in reports.reports:
+            # One rank that refuses everything is enough: no job can end well any more.
+            self._off = self._off or report.off
             end = self.jobs.report(report)
             if end is None:
                 continue

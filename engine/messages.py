@@ -82,6 +82,8 @@ class JobReport:
     num_bytes: int = 0
     seconds: float = 0.0
     strategy: str = ""
+    off: bool = False
+    """The rank has turned offloading off for good: it will refuse every job from now on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ without offloading. One thread calls all methods.
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from .arena import Arena
 from .devices.base import Device, Lane, Mark, Piece, Ticket
@@ -290,7 +291,7 @@ class TransferEngine:
             self._health.skipped_jobs += 1
         if job.error is None:
             return False
-        self._reports.append(job.report(self._rank))
+        self._reports.append(replace(job.report(self._rank), off=self._health.off))
         return True
 
     def _launch(self, jobs: Sequence[RunningJob]) -> None:

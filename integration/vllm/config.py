@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from vllm.logger import init_logger
 
-from ...engine.core import CoreOptions
+from ...engine.core_options import CoreOptions
 from . import option_values as values
 from .foreign_options import without_foreign
 
@@ -150,7 +150,7 @@ class OffloadingOptions(Options):
     blocks_per_chunk: int | None = field(default=None, metadata=_parsed_by(values.count))
     eviction_policy: str = field(default="lru", metadata=_parsed_by(values.text))
     offload_prompt_only: bool = field(default=True, metadata=_parsed_by(values.flag))
-    store_threshold: int = field(default=1, metadata=_parsed_by(values.count))
+    store_threshold: int = field(default=1, metadata=_parsed_by(values.count_or_zero))
     max_tracker_size: int = field(default=64_000, metadata=_parsed_by(values.count))
     self_describing_kv_events: bool = field(default=False, metadata=_parsed_by(values.flag))
 
@@ -182,6 +182,6 @@ class OffloadingOptions(Options):
             min_load_tokens=self.min_load_tokens,
             policy=self.eviction_policy,
             prompt_only=self.offload_prompt_only,
-            store_threshold=self.store_threshold,
+            store_threshold=max(1, self.store_threshold),  # 0 is vLLM's word for "at once"
             max_tracked_offers=self.max_tracker_size,
         )

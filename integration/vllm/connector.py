@@ -25,6 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ...engine.capacity import read_limits
 from ...engine.core import SchedulingCore
+from ...engine.geometry import GroupGeometry
 from ...engine.messages import StepOrders, StepReports
 from ...engine.types import Rank
 from . import support
@@ -82,7 +83,7 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
         transfer = self._kv_transfer_config
         self._options = self.options_type.parse(transfer.kv_connector_extra_config or {})
         self._num_ranks = vllm_config.parallel_config.world_size
-        self._groups = support.groups_from(kv_cache_config, vllm_config, self._options)
+        self._groups: tuple[GroupGeometry, ...] = ()
         self._limits_at_start = read_limits()
         self._manager: OffloadManager | None = None
         self._worker: OffloadWorker | None = None
@@ -92,6 +93,7 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
                 "kvferry does nothing: prefix caching is off (enable_prefix_caching=False)."
             )
             return
+        self._groups = support.groups_from(kv_cache_config, vllm_config, self._options)
         if role is KVConnectorRole.SCHEDULER:
             if transfer.kv_load_failure_policy != "recompute":
                 logger.warning_once(

@@ -251,7 +251,9 @@ def test_repeated_failures_turn_offloading_off(caplog: pytest.LogCaptureFixture)
             rig.engine.drain(WAIT_S)
         assert rig.engine.snapshot()["off"] == 1
         rig.load(50, [0], [0])
-        assert "off" in (one(rig.engine.poll()).error or "")
+        refused = one(rig.engine.poll())
+        assert "off" in (refused.error or "")
+        assert refused.off  # so that the scheduler stops planning
         assert sum("offloading is off" in line for line in caplog.messages) == 1
 
 

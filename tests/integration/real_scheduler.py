@@ -96,11 +96,11 @@ class FakeRanks:
             if job_id in self.open and self.open[job_id].direction is Direction.STORE:
                 self.complete(job_id)
 
-    def complete(self, job_id: JobId, *, error: str | None = None) -> None:
+    def complete(self, job_id: JobId, *, error: str | None = None, off: bool = False) -> None:
         """Every rank reports the job; it is settled."""
         order = self.open.pop(job_id)
         for rank in range(self.num_ranks):
-            self._due.append(JobReport(job_id, Rank(rank), order.direction, error))
+            self._due.append(JobReport(job_id, Rank(rank), order.direction, error, off=off))
         if order.direction is Direction.LOAD:
             assert order.request_id is not None
             self._finished.add(order.request_id)

@@ -466,3 +466,28 @@ def test_ranks_that_hold_less_decide_for_all(make_engine: MakeEngine) -> None:
     capacities: dict[tuple[int, int], Any] = {(0, 0): RankCapacity(12), (1, 0): RankCapacity(10)}
     engine.connector.set_xfer_handshake_metadata_pp_aware(capacities)
     assert engine.snapshot()["free"] == 10
+
+
+def test_when_a_rank_turns_offloading_off_the_model_goes_on_without_it(
+    make_engine: MakeEngine,
+) -> None:
+    """Nothing is looked up, loaded or stored any more; requests run as without a connector."""
+    engine = make_engine()
+    prompt = tokens(0, 8)
+    engine.add("warm", [*prompt, 1])
+    engine.run()
+    engine.add("last", tokens(1, 9))
+    engine.step()
+    (store,) = engine.ranks.of(Direction.STORE)
+    engine.ranks.complete(store.job_id, error="offloading is off", off=True)
+    engine.run()
+    engine.reset_gpu_cache()
+    before = engine.snapshot()
+    for i in range(3):
+        request = engine.add(f"r{i}", [*prompt, 2 + i], max_tokens=3)
+        engine.step()
+        assert engine.ranks.open == {}
+        engine.run()
+        assert request.is_finished()
+    assert changed(before, engine.snapshot()) == set()
+    engine.check_idle()

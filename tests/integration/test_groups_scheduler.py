@@ -16,6 +16,7 @@ from kvferry.engine.types import Direction
 from kvferry.integration.vllm.metadata import RankCapacity
 from real_scheduler import tokens
 from symbolic_ranks import SymbolicEngine
+from tiny_models import build_model, shared_prefix_prompts, tiny_engine
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 MakeEngine = Callable[..., SymbolicEngine]
@@ -259,3 +260,27 @@ def test_s13_ranks_with_bytes_for_different_numbers_of_slots_use_the_least(
         slots |= {s for o in engine.ranks.open.values() for part in o.segments for s in part.slots}
         end_all(engine)
     assert slots == set(range(10))
+
+
+def test_s19_sleep_drains_a_store_and_the_host_serves_it_after_waking(tmp_path: Path) -> None:
+    """On the real engine: the hooks of vLLM 0.33 around an unmapping, one step after a store."""
+    model = build_model("llama", tmp_path)
+    (prompt,) = shared_prefix_prompts(5, 1)
+    prompt = [*prompt, *prompt][:200]
+    with tiny_engine(model, connector="KVFerryOffloadingConnector") as engine:
+        worker = engine.worker._worker
+        worker.poll = lambda *_args: None  # nothing is seen to end before it sleeps
+        (right,) = engine.generate([prompt], max_tokens=1)
+        assert engine.worker.snapshot()["jobs"] > 0
+        assert engine.scheduler.reset_prefix_cache()
+        engine.worker.unregister_kv_caches()
+        assert engine.worker.snapshot()["jobs"] == 0
+        for tensor in worker._engine._layout.tensors:
+            tensor.zero_()  # what was not drained is lost
+        engine.worker.restore_kv_caches()
+        del worker.poll
+        engine.drain()
+        (again,) = engine.generate([prompt], max_tokens=1)
+        assert again.num_cached_tokens == 192
+        assert again.token_ids == right.token_ids
+        engine.check_idle()

@@ -1,11 +1,14 @@
 """Each of the demo's checks passes on a good run and fails on the one thing it is there for."""
 
+import io
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvferry.demo import command, phases
 from kvferry.demo.checks import check
 from kvferry.demo.engine import Answer, logprobs_of
 from kvferry.demo.phases import DemoRun, Ending, Phase
@@ -159,3 +162,14 @@ def test_logprobs_are_those_of_the_prompts_own_tokens() -> None:
     positions = [None, {8: Entry(-1.0), 3: Entry(-0.1)}, {3: Entry(-0.2)}]
     assert logprobs_of((7, 8, 9), positions) == (None, -1.0, None)
     assert logprobs_of((7, 8, 9), None) == ()
+
+
+def test_an_engine_that_does_not_come_to_rest_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def hang(*_: object) -> DemoRun:
+        raise TimeoutError("the engine still had work after 60 s")
+
+    monkeypatch.setattr(phases, "run_demo", hang)
+    assert command.show(tmp_path, as_json=False, result=io.StringIO()) == 1
+    assert "FAILED: with nothing left to do, the engine comes to rest" in capsys.readouterr().err

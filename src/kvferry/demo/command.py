@@ -81,7 +81,11 @@ def show(model: Path, *, as_json: bool, result: TextIO) -> int:
     from .phases import run_demo
     from .report import as_object, as_table
 
-    run = run_demo(model, device(), say)
+    try:
+        run = run_demo(model, device(), say)
+    except TimeoutError as error:
+        say(f"FAILED: with nothing left to do, the engine comes to rest: {error}")
+        return EXIT_FAILED
     checks = check(run)
     if as_json:
         print(json.dumps(as_object(run, checks)), file=result, flush=True)

@@ -12,6 +12,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from kv_groups import full, grouped_config, window
 from kvferry.engine.types import JobId
 from real_scheduler import tokens
 from symbolic_ranks import BrokenInvariant, SymbolicEngine
@@ -40,6 +41,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_slots=st.sampled_from([3, 5, 12]),
         num_blocks=st.sampled_from([11, 24]),
         max_batched_tokens=st.sampled_from([9, 64]),
+        has_window=st.booleans(),
     )
     def start(
         self,
@@ -48,7 +50,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_slots: int,
         num_blocks: int,
         max_batched_tokens: int,
+        has_window: bool,
     ) -> None:
+        """``has_window``: a second group, with a sliding window; twice as many blocks and slots."""
+        specs = [full(), window(8)] if has_window else [full()]
+        num_blocks = num_blocks * len(specs)
         extra: dict[str, Any] = {"min_load_tokens": 0}
         if self.connector == "KVFerryOffloadingConnector":
             extra["offload_prompt_only"] = False
@@ -56,8 +62,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.model,
             connector=self.connector,
             num_ranks=num_ranks,
-            num_slots=num_slots,
+            num_slots=num_slots * len(specs),
             num_blocks=num_blocks,
+            kv_cache_config=grouped_config(num_blocks, specs),
             max_batched_tokens=max_batched_tokens,
             async_scheduling=is_async,
             extra_config=extra,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from real_scheduler import Engine
 from tiny_models import TinyEngine, tiny_engine
 from vllm.platforms.cpu import CpuPlatform
 
@@ -62,7 +63,7 @@ class HostTokens:
         return sum(self.by_request.values())
 
 
-def count_host_tokens(engine: TinyEngine) -> HostTokens:
+def count_host_tokens(engine: TinyEngine | Engine) -> HostTokens:
     counted = HostTokens()
     allocated = engine.connector.update_state_after_alloc
 

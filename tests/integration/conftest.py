@@ -13,7 +13,9 @@ os.environ.update(
     OMP_NUM_THREADS="1",  # hybrid models are not deterministic with more
 )
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,3 +26,16 @@ def model_config_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from real_scheduler import write_model_config
 
     return write_model_config(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(params=["sync", "async"])
+def async_scheduling(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param == "async")
+
+
+@pytest.fixture(params=["simple", "offloading"])
+def make_engine(request: pytest.FixtureRequest, model_config_dir: Path) -> Any:
+    """Makes a ``real_scheduler.Engine`` with either connector."""
+    from real_scheduler import CONNECTORS, Engine
+
+    return partial(Engine, model_config_dir, **CONNECTORS[request.param])

@@ -5,7 +5,7 @@ a job when, and as, the test says. Everything else is vLLM's.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -306,3 +306,23 @@ def tokens(seed: int, count: int) -> list[int]:
 def changed(before: dict[str, Any], after: dict[str, Any], but: Iterable[str] = ()) -> set[str]:
     """The snapshot keys that differ."""
     return {name for name in before if before[name] != after[name]} - set(but)
+
+
+CONNECTORS: dict[str, dict[str, Any]] = {
+    "simple": {"connector": "KVFerrySimpleConnector"},
+    "offloading": {
+        "connector": "KVFerryOffloadingConnector",
+        "extra_config": {"offload_prompt_only": False},
+    },
+}
+
+MakeEngine = Callable[..., Engine]
+
+
+def stored_tokens(engine: Engine, prompt: list[int]) -> int:
+    """How many of the prompt's tokens the host would serve now, asked without a trace."""
+    core = engine.manager.core
+    hashes = engine.request("peek", prompt).block_hashes
+    (group,) = core.groups
+    keys = group.keys(hashes, 0, group.num_hashed_chunks(hashes))
+    return int(core.ledger.readable(group.group, keys)) * int(group.chunk_tokens)

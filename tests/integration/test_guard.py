@@ -43,11 +43,6 @@ CASES = {
 }
 
 
-@pytest.fixture(params=["sync", "async"])
-def async_scheduling(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param == "async")
-
-
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]

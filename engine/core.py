@@ -32,6 +32,7 @@ from .offers import OfferCounter
 from .orders import order_of, refusal
 from .planner import Part, PlannedStore, Tables, prefix_keys, sources, wanted
 from .policy import make_policy
+from .recovery import Recovery
 from .requests import NEVER, NO_LIMITS, Limits, TrackedRequest
 from .rules import boundary_of
 from .state import SlotState
@@ -63,6 +64,7 @@ class SchedulingCore:
         self._matcher = Matcher(
             self.groups, self.ledger, self.jobs, self._worth, self.options.wait_s, clock
         )
+        self._recovery = Recovery()
         self._load_started: dict[JobId, tuple[int, float]] = {}
         self._steps = StepClock()
         self._boundary = boundary_of([geometry.rule for geometry in groups])
@@ -96,6 +98,7 @@ class SchedulingCore:
         self._drop_pins(request_id)
         self._requests.pop(request_id, None)
         self._matcher.forget(request_id)
+        self._recovery.over(request_id)
 
     def _drop_pins(self, request_id: RequestId) -> None:
         request = self._requests.get(request_id)
@@ -107,7 +110,12 @@ class SchedulingCore:
     # -- matching ---------------------------------------------------------------------------
 
     def match(self, request_id: RequestId, num_tokens: int, *, wait: bool) -> int | None:
-        """Tokens that can be loaded behind what vLLM's own cache serves (see ``Matcher.match``)."""
+        """Tokens that can be loaded behind what vLLM's own cache serves (see ``Matcher.match``).
+
+        A request whose load has failed is served none (see ``Recovery``).
+        """
+        if request_id in self._recovery:
+            return self._recovery.match(request_id, self._requests)
         if self._off:
             return 0
         return self._matcher.match(request_id, self._requests[request_id], num_tokens, wait=wait)
@@ -142,6 +150,7 @@ class SchedulingCore:
             self._load(request_id, request, tables, num_external_tokens)
         else:
             request.loading = False  # it goes on to compute: a load is complete or discarded
+            self._recovery.over(request_id)
         self._drop_pins(request_id)
 
     def grew(self, request_id: RequestId, blocks: Sequence[BlockId]) -> None:
@@ -159,6 +168,7 @@ class SchedulingCore:
             # Fewer tokens were taken than answered, and a window now begins where nothing is
             # stored. The ranks say that the load failed, and what they do not load is computed.
             self._loads.append(refusal(parts, request_id))
+            self._recovery.failed(request_id)
             return
         leases = tuple(self.ledger.pin(part.geometry.group, part.keys) for part in parts)
         blocks = [block for part in parts for block in part.blocks]
@@ -332,6 +342,8 @@ class SchedulingCore:
                 num_tokens, started_s = self._load_started.pop(end.job_id)
                 if end.error is None:
                     self._worth.saw_load(num_tokens, self._clock() - started_s)
+                elif end.request_id in self._requests:
+                    self._recovery.failed(end.request_id)
             if end.error is not None:
                 self._counts[f"failed_{end.direction}s"] += 1
             elif end.direction is Direction.STORE:

@@ -4,6 +4,7 @@ A load that fails is computed again under ``recompute`` and ends its own request
 ``fail``; a store that fails is a later miss. Whatever happens, no answer has wrong tokens.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,15 +13,16 @@ from typing import Any
 import pytest
 from kvferry.engine.devices.cpu import CpuDevice
 from kvferry.engine.types import Direction
+from real_runs import CONNECTORS, MAX_MODEL_LEN, pressed_engine, without_kvferry
 from tiny_models import TinyEngine, build_model, shared_prefix_prompts, tiny_engine
 from vllm import SamplingParams
 
 SEED = 24
 MAX_TOKENS = 8
 CASES = [
-    ("llama", 1, "KVFerryOffloadingConnector"),
-    ("gpt_oss", 2, "KVFerrySimpleConnector"),
-    ("gemma3", 3, "KVFerryOffloadingConnector"),
+    ("llama", 1, "offloading"),
+    ("gpt_oss", 2, "simple"),
+    ("gemma3", 3, "offloading"),
 ]
 
 
@@ -83,7 +85,11 @@ def test_s20_a_failed_load_and_a_failed_store(
     print(f"seed {SEED}")
     first, second, third = (shared_prefix_prompts(SEED + i, 1)[0] for i in range(3))
     with tiny_engine(
-        model_of(name), connector=connector, policy=policy, num_blocks=120, max_model_len=512
+        model_of(name),
+        connector=CONNECTORS[connector][0],
+        policy=policy,
+        num_blocks=120,
+        max_model_len=MAX_MODEL_LEN,
     ) as engine:
         assert len(engine.scheduler.kv_cache_config.kv_cache_groups) == num_groups
         (right,) = ask(engine, first)
@@ -113,3 +119,42 @@ def test_s20_a_failed_load_and_a_failed_store(
         ask(engine, first)
         assert counts(engine)[:2] == (1, 1)
         engine.check_idle()
+
+
+@pytest.mark.parametrize(("name", "connector"), [(case[0], case[2]) for case in CASES])
+def test_many_failed_loads_at_once_hold_nobody_up(
+    name: str,
+    connector: str,
+    model_of: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half of the loads fail while the requests that load hold nearly all of the "GPU"."""
+    launch, launched = CpuDevice.launch, Counter[Direction]()
+
+    def told(self: CpuDevice, piece: Any, *args: Any) -> Any:
+        launched[piece.direction] += 1
+        if piece.direction is Direction.LOAD and launched[Direction.LOAD] % 2 == 0:
+            raise RuntimeError("told to fail every second load")
+        return launch(self, piece, *args)
+
+    model, prompts = model_of(name), shared_prefix_prompts(SEED + 3, 60)
+    expected = without_kvferry(model, prompts, MAX_TOKENS)
+    monkeypatch.setattr(CpuDevice, "launch", told)
+    with pressed_engine(model, connector) as engine:
+        add_requests(engine, prompts)
+        outputs: dict[str, list[int]] = {}
+        for _ in range(20_000):  # it takes some hundreds
+            for output in engine.llm.llm_engine.step():
+                outputs[output.request_id] = list(output.outputs[0].token_ids)
+            if not engine.llm.llm_engine.has_unfinished_requests():
+                break
+        assert engine.scheduler.get_num_unfinished_requests() == 0, repr(engine.connector)
+        engine.check_idle()
+        assert engine.connector.snapshot()["failed_loads"] > 5
+    assert [outputs[str(index)] for index in range(len(prompts))] == expected
+
+
+def add_requests(engine: TinyEngine, prompts: list[list[int]]) -> None:
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True, detokenize=False)
+    for index, prompt in enumerate(prompts):
+        engine.llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, params)

@@ -34,6 +34,8 @@ $(READY): pyproject.toml .ci/setup
 	@.ci/setup "$(VENV)" "$(PYTHON)"
 
 demo: export KVFERRY_CACHE ?= $(CURDIR)/.cache
+# Threads that spin while they wait take the processor from transfers, and from each other.
+demo: export OMP_WAIT_POLICY ?= PASSIVE
 demo: $(READY)
 	$(BIN)/kvferry demo $(ARGS)
 

@@ -11,11 +11,15 @@ from typing import Any, Literal, Protocol
 
 @dataclass(frozen=True)
 class Series:
-    """One labelled line (or set of bars) of a plot; ``x`` and ``y`` are of one length."""
+    """One labelled line (or set of bars) of a plot; ``x`` and ``y`` are of one length.
+
+    A ``reference`` is what the others are held against, such as a peak: it is drawn dashed.
+    """
 
     label: str
     x: Sequence[float | str]
     y: Sequence[float]
+    reference: bool = False
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y):

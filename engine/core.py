@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 
+from .admission import GpuPool, LoadAdmission
 from .changes import Change, Journal
 from .core_options import CoreOptions
 from .freshness import FreshBlocks
@@ -50,6 +51,7 @@ class SchedulingCore:
         num_ranks: int,
         options: CoreOptions | None = None,
         *,
+        gpu_pool: GpuPool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.groups = tuple(groups)
@@ -65,6 +67,7 @@ class SchedulingCore:
             self.groups, self.ledger, self.jobs, self._worth, self.options.wait_s, clock
         )
         self._recovery = Recovery()
+        self._admission = LoadAdmission(self.groups, gpu_pool or GpuPool())
         self._load_started: dict[JobId, tuple[int, float]] = {}
         self._steps = StepClock()
         self._boundary = boundary_of([geometry.rule for geometry in groups])
@@ -90,6 +93,7 @@ class SchedulingCore:
     ) -> None:
         """The request starts from nothing (new, or after preemption); so does its bookkeeping."""
         self._drop_pins(request_id)
+        self._admission.over(request_id)
         self._requests[request_id] = TrackedRequest(
             hashes, num_prompt_tokens, num_local_tokens, limits, [0] * len(self.groups)
         )
@@ -99,6 +103,7 @@ class SchedulingCore:
         self._requests.pop(request_id, None)
         self._matcher.forget(request_id)
         self._recovery.over(request_id)
+        self._admission.over(request_id)
 
     def _drop_pins(self, request_id: RequestId) -> None:
         request = self._requests.get(request_id)
@@ -112,13 +117,21 @@ class SchedulingCore:
     def match(self, request_id: RequestId, num_tokens: int, *, wait: bool) -> int | None:
         """Tokens that can be loaded behind what vLLM's own cache serves (see ``Matcher.match``).
 
-        A request whose load has failed is served none (see ``Recovery``).
+        A request whose load has failed is served none (see ``Recovery``), and one whose load would
+        hold blocks that others need for theirs is asked again (see ``admission``).
         """
         if request_id in self._recovery:
             return self._recovery.match(request_id, self._requests)
         if self._off:
             return 0
-        return self._matcher.match(request_id, self._requests[request_id], num_tokens, wait=wait)
+        request = self._requests[request_id]
+        num_hit_tokens = self._matcher.match(request_id, request, num_tokens, wait=wait)
+        if num_hit_tokens:
+            request.claim = self._admission.claim(num_tokens, request.hit_tokens)
+            if not self._admission.allows(request.claim):
+                self._matcher.counts["waits"] += 1
+                return None
+        return num_hit_tokens
 
     def pin(self, request_id: RequestId) -> None:
         """Hold the chunks of the last match until they are loaded or the request goes away."""
@@ -151,6 +164,7 @@ class SchedulingCore:
         else:
             request.loading = False  # it goes on to compute: a load is complete or discarded
             self._recovery.over(request_id)
+            self._admission.over(request_id)
         self._drop_pins(request_id)
 
     def grew(self, request_id: RequestId, blocks: Sequence[BlockId]) -> None:
@@ -164,6 +178,7 @@ class SchedulingCore:
         end = request.num_local_tokens + num_tokens
         parts = [part for part in wanted(self.groups, request, end, tables) if part.keys]
         request.loading = True
+        self._admission.began(request_id, request.claim)
         if not all(self._is_readable(part) for part in parts):
             # Fewer tokens were taken than answered, and a window now begins where nothing is
             # stored. The ranks say that the load failed, and what they do not load is computed.

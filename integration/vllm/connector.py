@@ -158,7 +158,13 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
             describe = self._options.describes_events
             events = KVEvents(self._groups, self._kv_cache_config, describe=describe)
         options = replace(self._options.core_options(), journal=events is not None)
-        core = SchedulingCore(self._groups, num_slots, self._num_ranks, options)
+        core = SchedulingCore(
+            self._groups,
+            num_slots,
+            self._num_ranks,
+            options,
+            gpu_pool=support.gpu_pool_of(self._kv_cache_config, self._vllm_config),
+        )
         self._manager = self.manager_type(core, events)
         self._reporter = Reporter(SCHEDULER, OF_SCHEDULER)
 

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from ...engine.admission import GpuPool
 from ...engine.geometry import GroupGeometry
 from ...engine.rules import GroupKind, GroupRule
 from ...engine.types import GroupId
@@ -107,6 +108,15 @@ def writes_before_flush(kv_cache_config: "KVCacheConfig", vllm_config: "VllmConf
         return False
     several = len(kv_cache_config.kv_cache_groups) > 1
     return bool(kv_cache_config.needs_kv_cache_zeroing) or several
+
+
+def gpu_pool_of(kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig") -> GpuPool:
+    """What vLLM's block pool has for requests; one block of it is the null block."""
+    return GpuPool(
+        kv_cache_config.num_blocks - 1,
+        vllm_config.max_in_flight_tokens,
+        2 * vllm_config.num_speculative_tokens + 1,
+    )
 
 
 def estimated_slot_bytes(kv_cache_config: "KVCacheConfig", groups: Sequence[GroupGeometry]) -> int:

@@ -173,6 +173,33 @@ def test_s12_a_draft_groups_last_chunk_waits_and_others_keep_their_hits(
     assert hit(engine, [*whole, *[engine.sampled_token] * 4, 8]) == 12
 
 
+@pytest.mark.parametrize("connector", ["KVFerryOffloadingConnector", "KVFerrySimpleConnector"])
+def test_requests_that_load_do_not_take_from_each_other_what_they_need_to_go_on(
+    model_config_dir: Path, connector: str
+) -> None:
+    """Both fit in the pool while they load. vLLM counts too few blocks as reserved for the first,
+    which then stands at the head of the queue and waits for what the second holds."""
+    num_blocks = 42
+    engine = SymbolicEngine(
+        model_config_dir,
+        connector=connector,
+        num_blocks=num_blocks,
+        num_slots=200,
+        max_batched_tokens=32,
+        kv_cache_config=grouped_config(num_blocks, [full(), window(8), window(8)]),
+        extra_config={"min_load_tokens": 0},
+    )
+    prompts = {"a": tokens(0, 49), "b": tokens(1, 28)}
+    for name, prompt in prompts.items():
+        engine.add(f"{name} before", [*prompt[:20], 8])
+    run(engine)
+    engine.reset_gpu_cache()
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, max_tokens=2)
+    run(engine)
+    assert engine.snapshot()["hits"] == 2
+
+
 def test_a_windows_chunks_far_back_are_not_needed_for_a_hit(make_engine: MakeEngine) -> None:
     engine = make_engine([full(), window(8)])
     prompt = [*tokens(0, 40), 8]

@@ -1,0 +1,45 @@
+"""Loads that hold GPU blocks must leave each other enough to go on with."""
+
+from kvferry.engine.admission import Claim, GpuPool, LoadAdmission
+from kvferry.engine.geometry import GroupGeometry
+from kvferry.engine.rules import GroupKind, GroupRule
+from kvferry.engine.types import GroupId, RequestId
+
+FULL = GroupGeometry(GroupRule(GroupId(0), GroupKind.FULL, 4), 4, 4)
+WINDOW = GroupGeometry(GroupRule(GroupId(1), GroupKind.WINDOW, 4, window_tokens=8), 4, 4)
+
+
+def test_a_claim_is_what_is_held_and_what_is_needed_at_most() -> None:
+    admission = LoadAdmission([FULL, WINDOW], GpuPool(100, step_tokens=16))
+    # Full: 5 of 13 blocks. Window: 8 tokens may lie in 3 blocks, 8 + 16 in 7.
+    assert admission.claim(49, 20) == Claim(5 + 3, 13 + 7)
+
+
+def test_a_short_request_claims_no_more_than_it_has() -> None:
+    admission = LoadAdmission([FULL, WINDOW], GpuPool(100, step_tokens=16, lookahead_tokens=3))
+    assert admission.claim(6, 4) == Claim(1 + 1, 3 + 3)
+
+
+def test_one_alone_is_allowed_whatever_it_claims() -> None:
+    assert LoadAdmission([FULL], GpuPool(2)).allows(Claim(1, 3))
+
+
+def test_another_is_allowed_while_each_could_have_all_it_needs() -> None:
+    admission = LoadAdmission([FULL], GpuPool(20))
+    admission.began(RequestId("a"), Claim(5, 13))
+    assert admission.allows(Claim(7, 8))  # 5 + 7 are held, and 8 more needed at most
+    assert not admission.allows(Claim(8, 8))
+    assert not admission.allows(Claim(5, 16))
+
+
+def test_what_is_over_claims_nothing() -> None:
+    admission = LoadAdmission([FULL], GpuPool(20))
+    admission.began(RequestId("a"), Claim(5, 13))
+    admission.over(RequestId("a"))
+    assert admission.allows(Claim(19, 25))
+
+
+def test_without_a_pool_everything_is_allowed() -> None:
+    admission = LoadAdmission([FULL], GpuPool())
+    admission.began(RequestId("a"), Claim(1 << 40, 1 << 50))
+    assert admission.allows(Claim(1 << 40, 1 << 50))

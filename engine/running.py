@@ -1,13 +1,13 @@
 """One job on this rank, from submit to its last report."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from .devices.base import Device, Lane, Mark, Piece, Ticket
 from .errors import IntegrityError, TransferError
 from .messages import JobOrder, JobReport
-from .ranges import span
+from .ranges import anyone_listens, mark, span
 from .strategy import Strategy
 from .types import Direction, JobId, Rank, SlotId, key_start
 
@@ -127,3 +127,20 @@ def told_of(jobs: Sequence[RunningJob]) -> dict[str, Callable[[], object]]:
         "bytes": lambda: sum(job.num_bytes for job in jobs),
         "strategy": lambda: "+".join(sorted({job.strategy for job in jobs if job.strategy})),
     }
+
+
+def tell_ends(reports: Iterable[JobReport]) -> None:
+    """A mark ``done`` for every report, for those who listen."""
+    if not anyone_listens():
+        return
+    for report in reports:
+        mark(
+            "done",
+            job=report.job_id,
+            rank=report.rank,
+            direction=report.direction,
+            bytes=report.num_bytes,
+            strategy=report.strategy,
+            device_s=report.seconds,
+            error=report.error,
+        )

@@ -28,8 +28,8 @@ from .measure import measured_table, situation_of
 from .messages import JobOrder, JobReport
 from .options import TransferOptions
 from .pieces import bytes_of, pieces_of
-from .ranges import span
-from .running import RunningJob, error_text, told_of
+from .ranges import Stretch, span
+from .running import RunningJob, error_text, tell_ends, told_of
 from .strategy import Chooser, Strategy
 from .types import Direction, GroupId, JobId, Rank
 
@@ -85,12 +85,14 @@ class TransferEngine:
         self._health = Health(options.max_failures)
         self._holds = HoldTimes()
         self._closed = False
+        self._step = Stretch("step")
         device.attach(layout, arena)
         self._chooser = chooser or self._measured_chooser()
 
     def begin_step(self) -> None:
         """A step begins: stores deferred in the step before are launched; ``mark_loads``."""
         self._check_open()
+        self._step.begin()
         self.mark_loads()
         self._launch([job for job in self._jobs.values() if not job.launched])
 
@@ -173,6 +175,8 @@ class TransferEngine:
             elif now >= job.deadline_s and not job.given_up:
                 self._give_up(job)
         reports, self._reports = self._reports, []
+        tell_ends(reports)
+        self._step.end()
         return reports
 
     def wait_for_one(self, timeout_s: float) -> None:

@@ -2,6 +2,7 @@
 
   kvferry profile [OPTIONS] -- COMMAND               run COMMAND under Nsight Systems, summarise
   kvferry profile --builtin [OPTIONS] -- COMMAND     the engine's own trace, on any machine
+  kvferry profile --plot FILE.png -- COMMAND         the same, and a picture of a few of its steps
   kvferry profile kernel NAME [OPTIONS] [-- COMMAND] a kernel under Nsight Compute
   kvferry profile summary FILE [--json]              summarise what nsys export has written
 
@@ -64,32 +65,55 @@ def split_command(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _profile(own: list[str], command: list[str]) -> int:
-    from . import nsight_run, nsight_trace
-    from .nsight_plot import write_timeline
+    from . import nsight_run
 
-    parser = _parser("kvferry profile")
-    parser.add_argument(
-        "--out", type=Path, default=Path("profile"), help="folder of what is written"
-    )
-    parser.add_argument("--builtin", action="store_true", help="record the engine's own trace")
-    parser.add_argument("--all-domains", action="store_true", help="keep others' NVTX ranges too")
-    options = parser.parse_args(own)
+    options = _profile_parser().parse_args(own)
     if not command:
         raise ValueError("no command to profile; allowed: kvferry profile [OPTIONS] -- COMMAND")
-    if not options.builtin:
-        export = nsight_run.run_nsys(options.out, command, all_domains=options.all_domains)
-        _tell(sections_of(Export(export)), f"full profile: {export}", as_json=options.json)
-        return 0
+    if options.steps < 1:
+        raise ValueError(f"--steps {options.steps}; allowed: at least 1")
+    if options.plot is not None and (options.plot.suffix != ".png" or options.plot.is_dir()):
+        raise ValueError(f"--plot {options.plot}; allowed: a file that ends in .png")
+    if options.builtin or options.plot is not None:
+        return _profile_builtin(options, command)
+    export = nsight_run.run_nsys(options.out, command, all_domains=options.all_domains)
+    _tell(sections_of(Export(export)), f"full profile: {export}", as_json=options.json)
+    return 0
+
+
+def _profile_parser() -> argparse.ArgumentParser:
+    parser = _parser("kvferry profile")
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("profile"), help="folder of what is written")
+    add("--builtin", action="store_true", help="record the engine's own trace")
+    add("--plot", type=Path, metavar="FILE", help="with --builtin: write the picture there (PNG)")
+    add("--steps", type=int, default=8, help="as many steps in the picture (default 8)")
+    add("--all-domains", action="store_true", help="keep others' NVTX ranges too")
+    return parser
+
+
+def _profile_builtin(options: argparse.Namespace, command: list[str]) -> int:
+    from . import nsight_plot, nsight_run, nsight_trace
+
+    if options.plot is not None and not nsight_plot.can_draw():
+        raise nsight_run.MissingToolError(
+            "--plot draws with matplotlib, which is not installed: pip install matplotlib"
+        )
     recorder, status = nsight_run.run_recorded(command)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "kvferry.trace.json"
     nsight_trace.write_trace(recorder, path)
+    notes = [f"trace, for Perfetto or chrome://tracing: {path}"]
+    picture = options.plot or options.out / "kvferry.timeline.png"
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    if not nsight_plot.can_draw():
+        notes.append("no picture of the steps: matplotlib is not installed")
+    elif nsight_plot.write_timeline(recorder.events, picture, options.steps):
+        notes.append(f"picture of a few steps: {picture}")
+    else:
+        notes.append("no picture: no step of an engine was recorded")
     timed = [event.timed() for event in recorder.events]
-    note = f"trace, for Perfetto or chrome://tracing: {path}"
-    picture = options.out / "kvferry.timeline.png"
-    if write_timeline(recorder.events, picture):
-        note += f"\npicture of a few steps: {picture}"
-    _tell({"range": summarise(timed)}, note, as_json=options.json)
+    _tell({"range": summarise(timed)}, "\n".join(notes), as_json=options.json)
     return status
 
 

@@ -1,70 +1,86 @@
-"""A picture of a few steps of the built-in trace: steps, loads, stores and flushes on lanes."""
+"""A picture of a few steps of the built-in trace: compute, loads, stores and flushes on lanes."""
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from .nsight_trace import STEPS, Event
 
 NUM_STEPS: Final = 8
-LANES: Final = ("step", "load", "store", "flush")
-_COLOURS: Final = dict(zip(LANES, ("#b0b7c3", "#2f6fb3", "#c8702a", "#8a3ffc"), strict=True))
+LANES: Final = ("compute", "load", "store", "flush")
+"""Names of events, by lane from the top."""
+
+COLOURS: Final = dict(zip(LANES, ("#8894a8", "#2f6fb3", "#c8702a", "#8a3ffc"), strict=True))
+_LABELS: Final = ("compute", "loads", "stores", "flushes")
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def write_timeline(events: Sequence[Event], path: Path, num_steps: int = NUM_STEPS) -> bool:
-    """A PNG of a few steps in which things were moved; False, and no file, where matplotlib or
-    steps are missing.
+    """A PNG of a few steps in which things were moved; False, and no file, when no step was
+    recorded.
 
-    A failed transfer is hatched. Times are in milliseconds from the first step shown.
+    Steps are parted by thin lines; a failed transfer is hatched; transfers that ran at once lie
+    over each other. Times are in milliseconds from the first step shown. Needs matplotlib
+    (``can_draw``).
     """
     shown = busiest(events, num_steps)
-    try:
-        import matplotlib
-    except ImportError:
+    steps = [event for event in shown if event.lane == STEPS]
+    if not steps:
         return False
-    if not shown:
-        return False
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(11, 2.8), layout="constrained")
-    zero = min(event.start_ns for event in shown if event.lane == STEPS)
+    zero_ns = steps[0].start_ns
+    for step in steps:
+        axes.axvline((step.start_ns - zero_ns) / 1e6, color="#d0d0d0", linewidth=0.8, zorder=0)
     for height, name in enumerate(reversed(LANES)):
         for event in (one for one in shown if one.name == name):
-            bar = ((event.start_ns - zero) / 1e6, (event.end_ns - event.start_ns) / 1e6)
-            failed = bool(event.fields.get("error"))
-            axes.broken_barh(
-                [bar],
-                (height + 0.1, 0.8),
-                color=_COLOURS[name],
-                edgecolor="white",
-                linewidth=0.5,
-                hatch="///" if failed else None,
-            )
-    axes.set_yticks([height + 0.5 for height in range(len(LANES))], list(reversed(LANES)))
+            _draw(axes, event, height, zero_ns)
+    axes.set_yticks([height + 0.5 for height in range(len(LANES))], list(reversed(_LABELS)))
     axes.set_ylim(0, len(LANES))
+    axes.set_xlim(0, max((steps[-1].end_ns - zero_ns) / 1e6, 1e-6))
     axes.set_xlabel("milliseconds")
-    axes.set_title(f"{sum(event.lane == STEPS for event in shown)} steps of the engine")
+    axes.set_title(f"{len(steps)} steps of the engine")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")
     pyplot.close(figure)
     return True
 
 
+def _draw(axes: Any, event: Event, height: int, zero_ns: int) -> None:
+    axes.broken_barh(
+        [((event.start_ns - zero_ns) / 1e6, (event.end_ns - event.start_ns) / 1e6)],
+        (height + 0.1, 0.8),
+        facecolor=COLOURS[event.name],
+        edgecolor="white",
+        linewidth=0.5,
+        hatch="///" if event.fields.get("error") else None,
+    )
+
+
 def busiest(events: Sequence[Event], num_steps: int) -> list[Event]:
-    """Of all runs of ``num_steps`` steps the one with most kinds of transfers in it, and of those
-    the shortest (the first steps of an engine are long ones), with what begins in it."""
+    """Of all runs of ``num_steps`` steps the one with most kinds of events in it, and of those the
+    shortest (the first steps of an engine are long ones), with what goes on while it lasts."""
     steps = sorted((one for one in events if one.lane == STEPS), key=lambda one: one.start_ns)
-    others = [one for one in events if one.name in LANES and one.lane != STEPS]
+    others = [one for one in events if one.name in LANES]
     best: list[Event] = []
     most = (-1, 0)
     for first in range(max(1, len(steps) - num_steps + 1)):
         run = steps[first : first + num_steps]
         if not run:
             return []
-        inside = [one for one in others if run[0].start_ns <= one.start_ns <= run[-1].end_ns]
-        rank = (len({one.name for one in inside}), run[0].start_ns - run[-1].end_ns)
+        begin_ns, end_ns = run[0].start_ns, run[-1].end_ns
+        inside = [one for one in others if one.start_ns <= end_ns and one.end_ns >= begin_ns]
+        rank = (len({one.name for one in inside}), begin_ns - end_ns)
         if rank > most:
             most, best = rank, [*run, *inside]
     return best

@@ -1,11 +1,11 @@
 """The built-in trace: the engine's ranges and jobs as a Chrome / Perfetto trace, on any machine.
 
-``recording`` listens where a profiler would: every ``span`` of the engine becomes an event on the
-lane of its thread, and every job an event on the lane of its direction, from its first submit to
-the report that ends it. A step's event lasts from ``begin_step`` to the last ``poll`` before the
-next one: beside the transfers it shows when the model computes.
+``recording`` listens where a profiler would (``engine/ranges.py``). A lane each for the engine's
+steps, for compute, for the loads and the stores of a rank, and for flushes; every other range is on
+the lane of its thread. A job lasts from its first submit to the report that ends it. Compute is the
+model's forward: on a CPU all of it, on a GPU the launching, which is what the host sees.
 
-It covers the process it runs in. Only one recording at a time.
+It covers the process it runs in.
 """
 
 import contextlib
@@ -19,11 +19,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..engine import ranges
-from ..engine.messages import JobReport
-from ..engine.transfer import TransferEngine
 from .nsight_summary import Timed, kind_of
 
 STEPS: Final = "steps"
+COMPUTE: Final = "compute"
+FLUSHES: Final = "flushes"
+_LANES: Final = {"step": STEPS, "compute": COMPUTE, "flush": FLUSHES}
+"""Lanes of ranges by their names; all others are on their thread's."""
+
 Fields = dict[str, str | int | float | None]
 
 MAX_EVENTS: Final = 1_000_000
@@ -59,92 +62,70 @@ class Recorder:
         self.num_left_out = 0
         self._clock_ns = clock_ns
         self._lock = threading.Lock()
-        self._launched_ns: dict[int, int] = {}
-        self._step: tuple[int, int] | None = None
+        self._submitted_ns: dict[object, int] = {}
+        self._stopped = False
 
     def add(self, event: Event) -> None:
         with self._lock:
+            if self._stopped:
+                return
             if len(self.events) < MAX_EVENTS:
                 self.events.append(event)
             else:
                 self.num_left_out += 1
 
+    def stop(self) -> None:
+        """What is still open belongs to no recording: it may end at any time later."""
+        with self._lock:
+            self._stopped = True
+
     @contextlib.contextmanager
     def span(self, name: str, fields: dict[str, object]) -> Iterator[None]:
-        """Stands in for the range that a profiler would see."""
-        begun = self._clock_ns()
-        if name == "submit" and isinstance(job := fields.get("job"), int):
-            self._launched_ns.setdefault(job, begun)
+        end = self.begin(name, fields)
         try:
             yield
         finally:
-            plain: Fields = {
-                key: value if isinstance(value, int | float) else str(value)
-                for key, value in fields.items()
-            }
-            lane = f"ranges of {threading.current_thread().name}"
-            self.add(Event(lane, name, begun, self._clock_ns(), plain))
+            end()
 
-    def begin_step(self) -> None:
-        self.end_step()
-        now = self._clock_ns()
-        self._step = (now, now)
+    def begin(self, name: str, fields: dict[str, object]) -> Callable[[], None]:
+        begun = self._clock_ns()
+        if name == "submit":
+            self._submitted_ns.setdefault(fields.get("job"), begun)
+        lane = _LANES.get(name) or f"ranges of {threading.current_thread().name}"
 
-    def end_step(self) -> None:
-        """The step that is open, if any, ends with its last poll."""
-        if self._step is not None and self._step[1] > self._step[0]:
-            self.add(Event(STEPS, "step", *self._step))
-        self._step = None
+        def end() -> None:
+            self.add(Event(lane, name, begun, self._clock_ns(), _plain(fields)))
 
-    def polled(self, reports: list[JobReport]) -> None:
-        now = self._clock_ns()
-        if self._step is not None:
-            self._step = (self._step[0], now)
-        for report in reports:
-            begun = self._launched_ns.pop(report.job_id, None)
-            if begun is None:  # given up before, or never launched
-                continue
-            fields: Fields = {
-                "job": int(report.job_id),
-                "bytes": report.num_bytes,
-                "strategy": report.strategy,
-                "device_s": report.seconds,
-                "error": report.error,
-            }
-            lane = f"{report.direction}s, rank {report.rank}"
-            self.add(Event(lane, str(report.direction), begun, now, fields))
+        return end
+
+    def mark(self, name: str, fields: dict[str, object]) -> None:
+        """A job that is done lasted from its first submit until now; no other mark counts."""
+        begun = self._submitted_ns.pop(fields.get("job"), None) if name == "done" else None
+        if begun is None:  # given up before, or never submitted to the device
+            return
+        known = _plain(fields)
+        direction, rank = known.pop("direction"), known.pop("rank")
+        lane = f"{direction}s, rank {rank}"
+        self.add(Event(lane, str(direction), begun, self._clock_ns(), known))
+
+
+def _plain(fields: dict[str, object]) -> Fields:
+    """The fields as JSON has them."""
+    return {
+        key: value if value is None or isinstance(value, int | float) else str(value)
+        for key, value in fields.items()
+    }
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
     """Record every engine of this process while the block runs."""
     recorder = Recorder()
-    begin_step, poll = TransferEngine.begin_step, TransferEngine.poll
-    listening, annotate = ranges.LISTENING, ranges._annotate
-
-    def recorded_begin(engine: TransferEngine) -> None:
-        recorder.begin_step()
-        begin_step(engine)
-
-    def recorded_poll(engine: TransferEngine) -> list[JobReport]:
-        reports = poll(engine)
-        recorder.polled(reports)
-        return reports
-
-    seams: list[tuple[Any, str, Any, Any]] = [
-        (TransferEngine, "begin_step", recorded_begin, begin_step),
-        (TransferEngine, "poll", recorded_poll, poll),
-        (ranges, "_annotate", recorder.span, annotate),
-        (ranges, "LISTENING", True, listening),
-    ]
-    for owner, name, ours, _ in seams:
-        setattr(owner, name, ours)
     try:
-        yield recorder
+        with ranges.heard_by(recorder):
+            yield recorder
     finally:
-        for owner, name, _, theirs in reversed(seams):
-            setattr(owner, name, theirs)
-        recorder.end_step()
+        recorder.stop()
 
 
 def write_trace(recorder: Recorder, path: Path) -> None:
@@ -180,5 +161,7 @@ def write_trace(recorder: Recorder, path: Path) -> None:
 
 
 def _order(lane: str) -> tuple[int, str]:
-    """Steps on top, then transfers, then ranges."""
-    return (0 if lane == STEPS else 2 if lane.startswith("ranges") else 1), lane
+    """Steps and compute on top, then transfers, flushes, other ranges."""
+    if lane in (STEPS, COMPUTE):
+        return (STEPS, COMPUTE).index(lane), lane
+    return 4 if lane.startswith("ranges") else 3 if lane == FLUSHES else 2, lane

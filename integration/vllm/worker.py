@@ -9,6 +9,7 @@ from ...engine.devices.cpu import CpuDevice
 from ...engine.devices.cuda import open_cuda
 from ...engine.layout import Layout
 from ...engine.messages import JobOrder, JobReport, StepOrders, StepReports
+from ...engine.ranges import Stretch
 from ...engine.transfer import TransferEngine, TransferOptions
 from ...engine.types import NO_BLOCK, NO_JOB, BlockId, Direction, JobId, Rank, RequestId
 from .config import Options
@@ -79,10 +80,13 @@ class OffloadWorker:
         self._finished_loads: set[RequestId] = set()
         self._failed_loads: set[RequestId] = set()
         self._failed_blocks: set[BlockId] = set()
+        self._computes = False
+        self._compute = Stretch("compute")
 
     def begin(self, orders: StepOrders) -> None:
         """Before anything of the step is written: submit what was computed before, then flush."""
         self._engine.begin_step()
+        self._computes = not orders.idle
         for order in orders.prior_stores:
             if self._writes_before_flush and order.job_id in orders.flush:
                 self._miss(order)
@@ -98,6 +102,8 @@ class OffloadWorker:
     def mark_loads(self) -> None:
         """Fresh blocks have been zeroed: loads of this step come after that."""
         self._engine.mark_loads()
+        if self._computes:
+            self._compute.begin()
 
     def start_loads(self, orders: StepOrders) -> None:
         for order in orders.loads:
@@ -113,6 +119,7 @@ class OffloadWorker:
 
     def start_stores(self, orders: StepOrders) -> None:
         """After the forward was launched."""
+        self._compute.end()
         for order in orders.stores:
             self._engine.submit(order, deferred=self._defer_stores)
         if self._writes_before_flush:

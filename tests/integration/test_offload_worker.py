@@ -4,11 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from kvferry.engine import ranges
 from kvferry.engine.layout import Layout, group_layout
 from kvferry.engine.messages import JobOrder, Segment, StepOrders
 from kvferry.engine.types import NO_JOB, BlockId, Direction, GroupId, JobId, Rank, RequestId, SlotId
 from kvferry.integration.vllm.config import SimpleOptions
 from kvferry.integration.vllm.worker import OffloadWorker
+from kvferry.profiling.nsight_trace import recording
 
 NUM_BLOCKS = 8
 
@@ -92,4 +94,23 @@ def test_a_refused_load_is_reported_as_failed_with_its_blocks() -> None:
     assert worker.take_failed_blocks() == {3, 4}
     assert worker.take_reports().reports == ()
     worker.close()
+    worker.close()
+
+
+def test_a_forward_is_told_to_who_listens_and_a_step_without_one_is_not() -> None:
+    worker, _ = build(writes_before_flush=False)
+    with recording() as recorder:
+        for orders in (StepOrders(idle=True), StepOrders(), StepOrders(idle=True)):
+            worker.begin(orders)
+            worker.mark_loads()  # where vLLM binds the metadata, before the forward
+            with ranges.span("forward"):
+                pass
+            worker.start_loads(orders)
+            worker.start_stores(orders)
+            worker.poll(orders)
+    assert [event.name for event in recorder.events] == [
+        *("forward", "step"),
+        *("forward", "compute", "step"),
+        *("forward", "step"),
+    ]
     worker.close()

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvferry.profiling import nsight_plot
 from kvferry.profiling.nsight import main, split_command
 from kvferry.profiling.nsight_kernels import METRICS, read_launches
 
@@ -122,6 +123,19 @@ def test_a_table_without_metrics_is_refused(
         read_launches(['"a","b"', '"1","2"'])
 
 
+def test_a_picture_without_matplotlib_is_refused_before_the_command_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nsight_plot, "can_draw", lambda: False)
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(7)")
+    command = ["--", "python", str(script)]
+    assert main(["--plot", str(tmp_path / "out.png"), *command]) == 1
+    assert "pip install matplotlib" in capsys.readouterr().err
+    assert main(["--builtin", "--out", str(tmp_path), *command]) == 7
+    assert "no picture of the steps: matplotlib is not installed" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
@@ -129,6 +143,8 @@ def test_a_table_without_metrics_is_refused(
         (["kernel", "attention"], "kernel 'attention'; allowed: store_pages_kernel"),
         (["kernel", "store", "--launches", "0"], "--launches 0"),
         (["--builtin", "--", "ls"], "allowed: kvferry COMMAND"),
+        (["--plot", "out.pdf", "--", "ls"], "--plot out.pdf; allowed: a file that ends in .png"),
+        (["--steps", "0", "--", "ls"], "--steps 0; allowed: at least 1"),
         (["--builtin", "--", "python", "-c", "1"], "allowed: kvferry COMMAND"),
     ],
 )

@@ -5,24 +5,21 @@ from pathlib import Path
 
 import pytest
 from kvferry.engine import ranges
-from kvferry.engine.messages import JobReport
-from kvferry.engine.transfer import TransferEngine
-from kvferry.engine.types import Direction, JobId, Rank
+from kvferry.engine.types import Direction
 from kvferry.profiling import nsight_trace
 from kvferry.profiling.doctor_trip import check_round_trip
 from kvferry.profiling.nsight import main
-from kvferry.profiling.nsight_plot import busiest
+from kvferry.profiling.nsight_plot import busiest, write_timeline
 from kvferry.profiling.nsight_trace import STEPS, Event, Recorder, recording, write_trace
 
 NUM_BYTES = 2 << 20
 
 
 def test_an_engine_is_recorded_and_then_left_alone(tmp_path: Path) -> None:
-    before = (TransferEngine.poll, TransferEngine.begin_step, ranges._annotate, ranges.LISTENING)
     with recording() as recorder:
+        assert ranges.anyone_listens()
         check_round_trip(NUM_BYTES)
-    after = (TransferEngine.poll, TransferEngine.begin_step, ranges._annotate, ranges.LISTENING)
-    assert after == before
+    assert not ranges.anyone_listens()
     num_events = len(recorder.events)
     check_round_trip(NUM_BYTES)
     assert len(recorder.events) == num_events
@@ -68,40 +65,62 @@ def test_a_script_is_run_and_its_trace_written(
     assert (out / "kvferry.timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_steps_with_most_kinds_of_transfers_are_shown() -> None:
+def test_the_steps_with_most_kinds_of_events_are_shown() -> None:
     steps = [Event(STEPS, "step", 0, 999)]  # a long first step, as compilers make it
     steps += [Event(STEPS, "step", 1000 + 10 * number, 1009 + 10 * number) for number in range(9)]
     stores = [Event("stores", "store", start, start + 30) for start in (5, 1005, 1055)]
-    loads = [Event("loads", "load", start, start + 30) for start in (500, 1041)]
-    flush = Event("ranges of main", "flush", 1060, 1062)
+    loads = [Event("loads", "load", start, start + 5) for start in (500, 1041)]
+    flush = Event("flushes", "flush", 1060, 1062)
     plan = Event("ranges of main", "plan", 1041, 1042)
-    shown = busiest([*steps, *stores, *loads, flush, plan], 3)
-    assert [one.start_ns for one in shown] == [1040, 1050, 1060, 1055, 1041, 1060]
+    before = Event("compute", "compute", 1035, 1041)  # begins before the steps that are shown
+    shown = busiest([*steps, *stores, *loads, flush, plan, before], 3)
+    assert [one.start_ns for one in shown] == [1040, 1050, 1060, 1055, 1041, 1060, 1035]
     assert busiest(steps, 3) == steps[1:4]
     assert len(busiest([*steps, *loads], 100)) == 12
     assert busiest(loads, 3) == []
 
 
-def report_of(job: int, *, settled: bool = True) -> JobReport:
-    return JobReport(JobId(job), Rank(0), Direction.LOAD, settled=settled)
+def test_there_is_no_picture_of_nothing(tmp_path: Path) -> None:
+    assert not write_timeline([Event("loads", "load", 0, 1)], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
 
 
 def test_lanes_by_a_clock_that_the_test_moves() -> None:
     now = [0]
     recorder = Recorder(lambda: now[0])
-    recorder.begin_step()
+    done = {"rank": 2, "direction": Direction.LOAD, "bytes": 64, "device_s": 0.5, "error": None}
+    end_step = recorder.begin("step", {})
+    end_compute = recorder.begin("compute", {})
     now[0] = 10
     with recorder.span("submit", {"job": 5, "direction": Direction.LOAD}):
         now[0] = 12
-    now[0] = 50
-    recorder.polled([report_of(5, settled=False), report_of(6)])
+    now[0] = 20
+    end_compute()
+    with recorder.span("submit", {"job": 5, "direction": Direction.LOAD}):  # its second piece
+        now[0] = 25
+    with recorder.span("flush", {"jobs": "5"}):
+        now[0] = 50
+    recorder.mark("done", {"job": 5, **done})
+    recorder.mark("done", {"job": 6, **done})  # one that never reached the device
+    end_step()
     now[0] = 60
-    recorder.polled([report_of(5)])  # the second report of a job that was given up
-    now[0] = 70
-    recorder.begin_step()
-    recorder.end_step()  # nothing was polled in it
-    lasted = [(event.name, event.start_ns, event.end_ns) for event in recorder.events]
-    assert lasted == [("submit", 10, 12), ("load", 10, 50), ("step", 0, 60)]
+    recorder.mark("done", {"job": 5, **done})  # the second report of a job that was given up
+    recorder.mark("something else", {})
+    still_open = recorder.begin("step", {})
+    recorder.stop()
+    still_open()
+    lasted = [(event.lane, event.name, event.start_ns, event.end_ns) for event in recorder.events]
+    main = "ranges of MainThread"
+    assert lasted == [
+        (main, "submit", 10, 12),
+        ("compute", "compute", 0, 20),
+        (main, "submit", 20, 25),
+        ("flushes", "flush", 25, 50),
+        ("loads, rank 2", "load", 10, 50),
+        ("steps", "step", 0, 50),
+    ]
+    assert recorder.events[4].fields == {"job": 5, "bytes": 64, "device_s": 0.5, "error": None}
+    assert recorder.events[4].timed().device_ns == 500_000_000
 
 
 def test_a_long_recording_is_cut_and_says_so(

@@ -10,7 +10,6 @@ time of the whole process, which says more on a machine that is busy with someth
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
 import statistics
@@ -19,11 +18,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from ..demo.engine import EngineSetup, InProcessEngine
+from ..demo.engine import EngineSetup, InProcessEngine, kv_transfer_of
+from .engine_process import EngineProcess
 
 CONNECTOR: Final = "KVFerrySimpleConnector"
 PLAIN: Final = "plain"
@@ -32,7 +32,6 @@ TARGETS: Final = {"eager": 0.97, "lazy": 0.99}
 BLOCK_TOKENS: Final = 32
 _LOWEST_TOKEN: Final = 100
 _HIGHEST_TOKEN: Final = 10_000
-_START_DEADLINE_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +82,7 @@ def setup_of(model: Path, load: Load, mode: str, host_bytes: str) -> EngineSetup
     """The engine of one side: ``mode`` is ``PLAIN`` or a name in ``MODES``."""
     transfer = None
     if mode != PLAIN:
-        transfer = {
-            "kv_connector": CONNECTOR,
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes, **MODES[mode]},
-        }
+        transfer = kv_transfer_of(CONNECTOR, cpu_bytes_to_use=host_bytes, **MODES[mode])
     longest = load.prompt_tokens + load.answer_tokens
     return EngineSetup(model, longest, load.num_pool_blocks, BLOCK_TOKENS, "float32", transfer)
 
@@ -115,47 +109,9 @@ def run_round(engine: InProcessEngine, prompts: list[list[int]], answer_tokens: 
 @contextmanager
 def side_in_process(setup: EngineSetup, answer_tokens: int) -> Iterator[Side]:
     """An engine in a process of its own. Raises ``RuntimeError`` when it does not come up."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, setup, answer_tokens), daemon=True)
-    process.start()
-    there.close()
-    try:
-        _receive(here, process.pid)
-
-        def run(prompts: list[list[int]]) -> Taken:
-            here.send(prompts)
-            taken = _receive(here, process.pid)
-            assert isinstance(taken, Taken)
-            return taken
-
-        yield run
-    finally:
-        here.close()  # the engine's process reads the end of the pipe and ends
-        process.join(30)
-        if process.is_alive():
-            process.terminate()
-            process.join()
-
-
-def _receive(pipe: Connection, pid: int | None) -> object:
-    try:
-        if pipe.poll(_START_DEADLINE_S):
-            return pipe.recv()
-    except EOFError:
-        raise RuntimeError(f"the engine in process {pid} ended") from None
-    raise RuntimeError(f"the engine in process {pid} did not answer in {_START_DEADLINE_S:g} s")
-
-
-def _serve(pipe: Connection, setup: EngineSetup, answer_tokens: int) -> None:
-    with InProcessEngine(setup) as engine:
-        pipe.send("up")
-        while True:
-            try:
-                prompts = pipe.recv()
-            except EOFError:
-                return
-            pipe.send(run_round(engine, prompts, answer_tokens))
+    with EngineProcess(setup, partial(run_round, answer_tokens=answer_tokens)) as side:
+        side.wait_until_up()
+        yield side
 
 
 def in_turns(

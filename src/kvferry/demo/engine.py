@@ -61,7 +61,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """How to start an engine. ``kv_transfer`` is vLLM's ``--kv-transfer-config``, None for none."""
+    """How to start an engine. ``kv_transfer`` is vLLM's ``--kv-transfer-config``, None for none;
+    ``gpu_memory_share`` the part of a GPU that the engine may take, None for vLLM's default."""
 
     model: Path
     max_model_len: int
@@ -69,16 +70,44 @@ class EngineSetup:
     block_size: int
     dtype: Literal["float32", "bfloat16"]
     kv_transfer: dict[str, Any] | None = None
+    gpu_memory_share: float | None = None
+
+
+def kv_transfer_of(connector: str, **extra_config: Any) -> dict[str, Any]:
+    """A ``--kv-transfer-config`` for one of kvferry's connectors."""
+    return {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra_config,
+    }
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that is not finished. ``core_id`` is what the engine core calls it."""
+
+    prompt: Sequence[int]
+    started: float
+    core_id: str = ""
+    first_token_s: float | None = None
 
 
 class InProcessEngine:
-    """One vLLM engine and its connector, if it has one. Close it before starting the next."""
+    """One vLLM engine and its connector, if it has one. Close it before starting the next.
+
+    Requests are submitted and the engine is stepped until it gives their answers back; ``ask`` does
+    both for a request that is alone on the engine.
+    """
 
     def __init__(self, setup: EngineSetup) -> None:
         prepare_environment()
         from vllm import LLM
 
         self.setup = setup
+        share: dict[str, Any] = {}
+        if setup.gpu_memory_share is not None:
+            share["gpu_memory_utilization"] = setup.gpu_memory_share
         self._llm: LLM | None = LLM(
             model=str(setup.model),
             dtype=setup.dtype,
@@ -92,9 +121,11 @@ class InProcessEngine:
             seed=0,
             kv_transfer_config=setup.kv_transfer,
             use_tqdm_on_load=False,
+            **share,
         )
         self._num_requests = 0
-        self._prefill: Any = None
+        self._open: dict[str, _Open] = {}
+        self._prefills: dict[str, Any] = {}
         self._watch_prefills()
 
     @property
@@ -131,15 +162,15 @@ class InProcessEngine:
             outputs = get_output()
             for output in outputs.outputs:
                 if output.prefill_stats is not None:
-                    self._prefill = output.prefill_stats
+                    self._prefills[output.request_id] = output.prefill_stats
             return outputs
 
         client.get_output = watched  # type: ignore[method-assign]
 
-    def ask(
+    def submit(
         self, prompt: Sequence[int], max_tokens: int, *, prompt_logprobs: bool = False
-    ) -> Answer:
-        """Run one request greedily to its ``max_tokens``, alone on the engine."""
+    ) -> str:
+        """Queue a request, decoded greedily to its ``max_tokens``; returns its id for ``step``."""
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -148,29 +179,49 @@ class InProcessEngine:
             ignore_eos=True,
             prompt_logprobs=0 if prompt_logprobs else None,
         )
-        engine = self.llm.llm_engine
         self._num_requests += 1
-        self._prefill = None
-        started = time.perf_counter()
-        first_token_s: float | None = None
-        request_id = f"demo-{self._num_requests}"
-        engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
-        output: Any = None
-        while output is None or not output.finished:
-            for output in engine.step():
-                if first_token_s is None and output.outputs[0].token_ids:
-                    first_token_s = time.perf_counter() - started
-        if first_token_s is None or self._prefill is None:
-            raise RuntimeError(f"{request_id} ended without a token")
+        request_id = f"request-{self._num_requests}"
+        request = self._open[request_id] = _Open(prompt, time.perf_counter())
+        request.core_id = self.llm.llm_engine.add_request(
+            request_id, {"prompt_token_ids": list(prompt)}, params
+        )
+        return request_id
+
+    def step(self) -> dict[str, Answer]:
+        """Step the engine once; returns the answers that are complete with it, by request id."""
+        answers = {}
+        for output in self.llm.llm_engine.step():
+            request = self._open[output.request_id]
+            if request.first_token_s is None and output.outputs[0].token_ids:  # type: ignore[index]
+                request.first_token_s = time.perf_counter() - request.started
+            if output.finished:
+                answers[output.request_id] = self._answer(output)
+        return answers
+
+    def _answer(self, output: Any) -> Answer:
+        request = self._open.pop(output.request_id)
+        prefill = self._prefills.pop(request.core_id, None)
+        if request.first_token_s is None or prefill is None:
+            raise RuntimeError(f"{output.request_id} ended without a token")
         return Answer(
             tokens=tuple(output.outputs[0].token_ids),
             text=output.outputs[0].text,
-            first_token_s=first_token_s,
-            num_prompt_tokens=len(prompt),
-            num_from_gpu=self._prefill.num_local_cached_tokens,
-            num_from_host=self._prefill.num_external_cached_tokens,
-            prompt_logprobs=logprobs_of(prompt, output.prompt_logprobs),
+            first_token_s=request.first_token_s,
+            num_prompt_tokens=len(request.prompt),
+            num_from_gpu=prefill.num_local_cached_tokens,
+            num_from_host=prefill.num_external_cached_tokens,
+            prompt_logprobs=logprobs_of(request.prompt, output.prompt_logprobs),
         )
+
+    def ask(
+        self, prompt: Sequence[int], max_tokens: int, *, prompt_logprobs: bool = False
+    ) -> Answer:
+        """Run one request greedily to its ``max_tokens``, alone on the engine."""
+        request_id = self.submit(prompt, max_tokens, prompt_logprobs=prompt_logprobs)
+        while True:
+            answers = self.step()
+            if request_id in answers:
+                return answers[request_id]
 
     def settle(self, deadline_s: float = SETTLE_DEADLINE_S) -> None:
         """Step until the engine has nothing left. Raises ``TimeoutError`` past the deadline."""

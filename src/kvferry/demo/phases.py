@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .chat import chat_tokens, other_prompt
-from .engine import Answer, EngineSetup, InProcessEngine
+from .engine import Answer, EngineSetup, InProcessEngine, kv_transfer_of
 
 CONNECTOR: Final = "KVFerrySimpleConnector"
 BLOCK_SIZE: Final = 32
@@ -95,15 +95,11 @@ def plan_engine(model: Path, num_prompt_tokens: int, device: str) -> EngineSetup
 def with_kvferry(setup: EngineSetup) -> EngineSetup:
     return replace(
         setup,
-        kv_transfer={
-            "kv_connector": CONNECTOR,
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "cpu_bytes_to_use": HOST_BYTES,
-                "min_load_tokens": 0,  # to be shown a load, not a decision against it
-            },
-        },
+        kv_transfer=kv_transfer_of(
+            CONNECTOR,
+            cpu_bytes_to_use=HOST_BYTES,
+            min_load_tokens=0,  # to be shown a load, not a decision against it
+        ),
     )
 
 

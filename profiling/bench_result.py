@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+Cell = str | int | float | None
+"""What a table's cell holds; None is shown as a dash."""
+
 
 @dataclass(frozen=True)
 class Series:
@@ -47,13 +50,15 @@ class Table:
 
     title: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[str | int | float | None]]
+    rows: Sequence[Sequence[Cell]]
     caption: str = ""
 
     def __post_init__(self) -> None:
         for row in self.rows:
             if len(row) != len(self.columns):
-                raise ValueError(f"{self.title!r}: {len(row)} cells for {len(self.columns)} columns")
+                raise ValueError(
+                    f"{self.title!r}: {len(row)} cells for {len(self.columns)} columns"
+                )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,4 @@
-"""Scheduling cost of kvferry's general connector against vLLM's own, in one run.
-
-    python -m kvferry.profiling.schedule --check
+"""Scheduling cost of kvferry's general connector against vLLM's own: what was to be shown.
 
 Both connectors hold the same chunks, are driven through vLLM's hooks with the same block hashes,
 and have to give the same answers before anything counts. Measured are the keys and the lookup of a
@@ -10,12 +8,8 @@ That a step with nothing to do costs the same whatever the cache's size, and how
 have ended, is shown on kvferry's side alone. Figures are judged by processor time.
 """
 
-import argparse
-import json
-import os
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -118,84 +112,3 @@ def weighed(bytes_per_slot: dict[str, float]) -> list[Verdict]:
         )
         for side, num_bytes in bytes_per_slot.items()
     ]
-
-
-def table(figures: Sequence["Figure"]) -> str:
-    """The figures in Markdown."""
-    lines = [
-        "| operation | slots | ended | side | processor us | wall us |",
-        "|---|---:|---:|---|---:|---:|",
-    ]
-    lines += [
-        f"| {f.operation} | {f.num_slots:,} | {f.num_finished:,} | {f.side} "
-        f"| {f.cpu_s * 1e6:,.0f} | {f.wall_s * 1e6:,.0f} |"
-        for f in figures
-    ]
-    return "\n".join(lines)
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if (value := int(text)) < least:
-            raise argparse.ArgumentTypeError(f"{value}; allowed: from {least}")
-        return value
-
-    return number
-
-
-def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="schedule", description=__doc__.split("\n", 1)[0])
-    positive = _at_least(1)
-    parser.add_argument(
-        "--sizes", type=positive, nargs="*", default=SIZES, help="slots, against vLLM"
-    )
-    parser.add_argument(
-        "--idle-sizes", type=positive, nargs="*", default=IDLE_SIZES, help="slots, for idle steps"
-    )
-    parser.add_argument("--finished", type=_at_least(0), default=NUM_FINISHED)
-    parser.add_argument("--memory-slots", type=_at_least(0), default=MEMORY_SLOTS, help="0: skip")
-    parser.add_argument("--rounds", type=positive, default=21)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--check", action="store_true", help="fail where a target is missed")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print figures and verdicts; returns 1 with ``--check`` where a target is missed, else 0.
-
-    With ``--json`` the last line of stdout is one object with all of it.
-    """
-    options = _parsed(argv)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from . import schedule_measure as measure
-    from .schedule_sides import KVFerrySide, VllmSide
-
-    rounds, seed = options.rounds, options.seed
-    figures, verdicts = [], []
-    for num_slots in options.sizes:
-        both = measure.compare(num_slots, rounds, seed)
-        figures += both
-        verdicts += compared(both)
-    idle = [measure.idle(size, 0, 10 * rounds, seed) for size in options.idle_sizes]
-    if idle and options.finished:
-        idle.append(measure.idle(options.idle_sizes[0], options.finished, 10 * rounds, seed))
-    if idle:
-        figures += idle
-        verdicts += idled(idle)
-    if options.memory_slots:
-        weigh = measure.bytes_per_slot
-        memory = {
-            make.name: weigh(make, options.memory_slots, seed) for make in (KVFerrySide, VllmSide)
-        }
-        verdicts += weighed(memory)
-    if options.json:
-        shown = [asdict(verdict) | {"met": verdict.met} for verdict in verdicts]
-        print(json.dumps({"seed": seed, "figures": [asdict(f) for f in figures], "shown": shown}))
-    else:
-        print(table(figures), *verdicts, sep="\n")
-    return 1 if options.check and not all(verdict.met for verdict in verdicts) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,17 +9,14 @@ timed.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import os
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from typing import Final, get_args
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -34,8 +31,6 @@ from ..engine.strategy import Chooser
 from ..engine.transfer import TransferEngine
 from ..engine.types import BlockId, Direction, GroupId, JobId, Rank, SlotId
 
-PAGE_BYTES: Final = (4 << 10, 16 << 10, 32 << 10, 64 << 10)
-NUM_THREADS: Final = (1, 2)
 TARGETS: Final = {4 << 10: 0.6, 16 << 10: 0.7, 32 << 10: 0.8, 64 << 10: 0.8}
 NUM_LAYERS: Final = 32
 TIMEOUT_S: Final = 120.0
@@ -55,14 +50,17 @@ class Speed:
     wall_ratio: float
     cpu_ratio: float
     target: float | None
-
     judged_by: str
 
     @property
+    def ratio(self) -> float:
+        """The ratio that counts on this machine."""
+        return self.wall_ratio if self.judged_by == "wall" else self.cpu_ratio
+
+    @property
     def met(self) -> bool:
-        """Whether the ratio that counts on this machine reaches the target, if there is one."""
-        ratio = self.wall_ratio if self.judged_by == "wall" else self.cpu_ratio
-        return self.target is None or ratio >= self.target
+        """Whether that ratio reaches the target, if there is one."""
+        return self.target is None or self.ratio >= self.target
 
 
 def judge() -> str:
@@ -169,86 +167,45 @@ def _median(times: Iterable[tuple[float, float]]) -> float:
     return statistics.median(wall for wall, _ in times)
 
 
-def run(
-    page_sizes: Sequence[int],
-    threads: Sequence[int],
-    integrities: Sequence[Integrity],
-    total_bytes: int,
-    num_rounds: int,
-) -> list[Speed]:
-    """All cases, each on an engine of its own. Targets hold with integrity off."""
-    speeds, judged_by = [], judge()
-    for page_bytes in page_sizes:
-        for num_threads in threads:
-            for integrity in integrities:
-                bench = Bench(page_bytes, num_threads, integrity, total_bytes)
-                try:
-                    bench.check()
-                    for direction in Direction:
-                        ours_s, plain_s, wall, cpu = bench.measure(direction, num_rounds)
-                        speeds.append(
-                            Speed(
-                                direction.value,
-                                page_bytes,
-                                num_threads,
-                                integrity,
-                                bench.num_bytes / ours_s / 1e9,
-                                bench.num_bytes / plain_s / 1e9,
-                                wall,
-                                cpu,
-                                TARGETS.get(page_bytes) if integrity == "off" else None,
-                                judged_by,
-                            )
-                        )
-                finally:
-                    bench.close()
-    return speeds
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What one engine is made for."""
+
+    page_bytes: int
+    num_threads: int
+    integrity: Integrity
 
 
-def table(speeds: Sequence[Speed]) -> str:
-    """The result for people."""
-    lines = ["direction  page KiB  threads  integrity    GB/s  copy GB/s  ratio  cpu ratio  target"]
-    for one in speeds:
-        target = "" if one.target is None else f"{one.target:.1f} {'met' if one.met else 'MISSED'}"
-        lines.append(
-            f"{one.direction:9}  {one.page_bytes / 1024:8.0f}  {one.num_threads:7}  "
-            f"{one.integrity:9}  {one.gb_per_s:6.2f}  {one.copy_gb_per_s:9.2f}  "
-            f"{one.wall_ratio:5.2f}  {one.cpu_ratio:9.2f}  {target}"
-        )
-    lines.append(f"targets are judged by the {speeds[0].judged_by} ratio" if speeds else "")
-    return "\n".join(lines)
+def speeds_of(case: Case, total_bytes: int, num_rounds: int, judged_by: str) -> Iterator[Speed]:
+    """Both directions of one case, on an engine of its own. Targets hold with integrity off.
+
+    ``judged_by`` is what `judge` said before anything ran. Raises RuntimeError when a transfer
+    failed or moved wrong bytes.
+    """
+    target = TARGETS.get(case.page_bytes) if case.integrity == "off" else None
+    bench = Bench(case.page_bytes, case.num_threads, case.integrity, total_bytes)
+    try:
+        bench.check()
+        for direction in Direction:
+            ours_s, plain_s, wall, cpu = bench.measure(direction, num_rounds)
+            yield Speed(
+                direction.value,
+                case.page_bytes,
+                case.num_threads,
+                case.integrity,
+                bench.num_bytes / ours_s / 1e9,
+                bench.num_bytes / plain_s / 1e9,
+                wall,
+                cpu,
+                target,
+                judged_by,
+            )
+    finally:
+        bench.close()
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("kvferry bench-transfer", description=__doc__)
-    parser.add_argument("--page-kib", type=int, nargs="+", default=[b >> 10 for b in PAGE_BYTES])
-    parser.add_argument("--threads", type=int, nargs="+", default=list(NUM_THREADS))
-    parser.add_argument(
-        "--integrity", nargs="+", choices=get_args(Integrity), default=["off", "sample", "full"]
-    )
-    parser.add_argument("--mib", type=int, default=128, help="bytes of one job, in MiB")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--check", action="store_true", help="fail where a target is missed")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(argv)
-    numbers = (*options.page_kib, *options.threads, options.mib, options.rounds)
-    if min(numbers) < 1:
-        parser.error("sizes, threads and rounds must be at least 1")
-    speeds = run(
-        [kib << 10 for kib in options.page_kib],
-        options.threads,
-        options.integrity,
-        options.mib << 20,
-        options.rounds,
-    )
-    missed = [one for one in speeds if not one.met]
-    if options.json:
-        cases = [asdict(one) | {"met": one.met} for one in speeds]
-        print(json.dumps({"num_cpus": os.cpu_count(), "load": os.getloadavg(), "cases": cases}))
-    else:
-        print(table(speeds))
-    return 1 if options.check and missed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def cases(
+    page_sizes: Sequence[int], threads: Sequence[int], integrities: Sequence[Integrity]
+) -> list[Case]:
+    """All combinations."""
+    return [Case(p, t, i) for p in page_sizes for t in threads for i in integrities]

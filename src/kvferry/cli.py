@@ -23,6 +23,7 @@ SUB_COMMANDS: Final[dict[str, SubCommand]] = {
     "demo": SubCommand(".demo.command", "serve a real model from the host cache, and check it"),
     "aot": SubCommand(".kernels.aot", "compile every kernel for GPUs that need not be here"),
     "plan": SubCommand(".profiling.plan", "size a model's KV cache, and when loading it pays"),
+    "bench": SubCommand(".profiling.bench", "measure transfers, scheduling or serving, and report"),
     "doctor": SubCommand(".profiling.doctor", "check what this machine can do, say what to change"),
     "profile": SubCommand(".profiling.nsight", "profile a command, or one of the kernels"),
 }

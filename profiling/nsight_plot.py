@@ -68,8 +68,9 @@ def _draw(axes: Any, event: Event, height: int, zero_ns: int) -> None:
 
 
 def busiest(events: Sequence[Event], num_steps: int) -> list[Event]:
-    """Of all runs of ``num_steps`` steps the one with most kinds of events in it, and of those the
-    shortest (the first steps of an engine are long ones), with what goes on while it lasts."""
+    """Of all runs of ``num_steps`` steps the one with most kinds of events that lie wholly in it,
+    and of those the shortest (the first steps of an engine are long ones); with all that goes on
+    while it lasts."""
     steps = sorted((one for one in events if one.lane == STEPS), key=lambda one: one.start_ns)
     others = [one for one in events if one.name in LANES]
     best: list[Event] = []
@@ -79,8 +80,9 @@ def busiest(events: Sequence[Event], num_steps: int) -> list[Event]:
         if not run:
             return []
         begin_ns, end_ns = run[0].start_ns, run[-1].end_ns
-        inside = [one for one in others if one.start_ns <= end_ns and one.end_ns >= begin_ns]
-        rank = (len({one.name for one in inside}), begin_ns - end_ns)
+        shown = [one for one in others if one.start_ns <= end_ns and one.end_ns >= begin_ns]
+        whole = {one.name for one in shown if begin_ns <= one.start_ns and one.end_ns <= end_ns}
+        rank = (len(whole), begin_ns - end_ns)
         if rank > most:
-            most, best = rank, [*run, *inside]
+            most, best = rank, [*run, *shown]
     return best

@@ -68,7 +68,7 @@ def test_a_script_is_run_and_its_trace_written(
 def test_the_steps_with_most_kinds_of_events_are_shown() -> None:
     steps = [Event(STEPS, "step", 0, 999)]  # a long first step, as compilers make it
     steps += [Event(STEPS, "step", 1000 + 10 * number, 1009 + 10 * number) for number in range(9)]
-    stores = [Event("stores", "store", start, start + 30) for start in (5, 1005, 1055)]
+    stores = [Event("stores", "store", start, start + 10) for start in (5, 1005, 1055)]
     loads = [Event("loads", "load", start, start + 5) for start in (500, 1041)]
     flush = Event("flushes", "flush", 1060, 1062)
     plan = Event("ranges of main", "plan", 1041, 1042)

@@ -1,4 +1,4 @@
-"""Run by a test under ``kvferry profile``: a real engine with a tiny model, prompts that come twice.
+"""Run by a test under ``kvferry profile``: a real engine, a tiny model, prompts that come twice.
 
 The pool is too small for its requests and the link is busy, so blocks are given away before they
 are stored: compute is held for those. ``tests/integration`` has to be on the path.

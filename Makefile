@@ -15,7 +15,7 @@ PYTHON ?=
 # The root on sys.path would let our kernels/ shadow the package of that name that vLLM imports.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help setup demo test check aot test-gpu test-kernels-oldest vllm-next clean
+.PHONY: help setup demo test check aot test-gpu test-kernels-oldest vllm-next chromium clean
 
 help:
 	@echo "make demo      set up everything and serve a real model from the host cache"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-kernels-oldest"
 	@echo "               the kernels' tests on the oldest torch and Triton"
 	@echo "make vllm-next fetch the sources of the next vLLM, to compare interfaces with"
+	@echo "make chromium  install Chromium, in which a test opens a benchmark's report"
 	@echo "make clean     remove everything that was set up or built here"
 
 setup: $(READY)
@@ -55,6 +56,9 @@ aot: $(READY)
 # The sources of the vLLM release after the installed one, for the tests that compare interfaces.
 vllm-next: $(READY)
 	.ci/vllm-next $(VENV) 0.33.0 .cache/vllm-0.33.0
+
+chromium:
+	@.ci/chromium
 
 # A GPU machine may have no network: where nothing is set up, or PYTHON is given, another Python runs
 # the checkout (typings/kvferry links the folders together as the installed package would). What is

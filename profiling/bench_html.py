@@ -45,11 +45,12 @@ figcaption { padding: 8px 4px 0; }
 .table { overflow-x: auto; background: var(--card); border: 1px solid var(--line);
   border-radius: 6px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
-th, td { padding: 6px 12px; text-align: left; vertical-align: top;
+th, td { padding: 6px 11px; text-align: left; vertical-align: top;
   border-bottom: 1px solid var(--line); }
 tr:last-child > * { border-bottom: 0; }
 thead th { color: var(--soft); vertical-align: bottom; }
-.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.number { text-align: right; font-variant-numeric: tabular-nums; }
+td.number { white-space: nowrap; }
 .about th { width: 140px; white-space: nowrap; color: var(--soft); font-weight: 600; }
 .about td { overflow-wrap: anywhere; }
 code { font: 14px ui-monospace, "DejaVu Sans Mono", monospace; }

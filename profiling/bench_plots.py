@@ -6,6 +6,7 @@ import importlib.util
 import io
 import itertools
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -17,6 +18,9 @@ SIZE_INCHES: Final = (7.2, 4.2)
 DPI: Final = 150
 MOST_TICKS: Final = 12
 MOST_BAR_LABELS: Final = 24
+MOST_WIDE_GROUPS: Final = 4
+LETTERS_ACROSS: Final = 72
+"""As many letters of a group's name go beside each other."""
 
 # Told apart by people with any colour vision, and of a like weight on either ground.
 PALETTES: Final[Mapping[Theme, Sequence[str]]] = {
@@ -47,6 +51,7 @@ def draw(plot: Plot, theme: Theme) -> bytes:
             _lines(axes, plot, _INKS[theme])
         if plot.log_y:
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(_tick)
         elif _least(plot) >= 0:
             axes.set_ylim(bottom=0)
         axes.set(xlabel=plot.x_label, ylabel=plot.y_label)
@@ -101,6 +106,7 @@ def _lines(axes: Any, plot: Plot, ink: str) -> None:
             axes.plot(one.x, one.y, linewidth=2, marker=marker, markersize=5, label=one.label)
     if plot.log_x:
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(_tick)
         points = sorted({x for one in plot.series for x in one.x if not isinstance(x, str)})
         if 0 < len(points) <= MOST_TICKS:
             axes.set_xticks(points, [_number(x) for x in points])
@@ -118,12 +124,21 @@ def _bars(axes: Any, plot: Plot) -> None:
         bars = axes.bar(places, one.y, width=width * 0.92, label=one.label)
         if labelled:
             axes.bar_label(bars, labels=[_number(y) for y in one.y], padding=2, fontsize=8)
-    axes.set_xticks(range(len(groups)), [_group_name(group) for group in groups])
+    size = 9 if len(groups) <= MOST_WIDE_GROUPS else 8
+    axes.set_xticks(range(len(groups)), [_group_name(g, len(groups)) for g in groups], size=size)
     axes.margins(y=0.12)
 
 
-def _group_name(group: float | str) -> str:
-    return group if isinstance(group, str) else _number(group)
+def _group_name(group: float | str, num_groups: int) -> str:
+    """In lines that stand beside each other."""
+    if not isinstance(group, str):
+        return _number(group)
+    width = max(6, LETTERS_ACROSS // num_groups)
+    return "\n".join(textwrap.wrap(group, width, break_long_words=False)) or group
+
+
+def _tick(value: float, _position: int | None = None) -> str:
+    return _number(value)
 
 
 def _number(value: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +21,7 @@ QUICK_SIZES: Final = (10_000,)
 QUICK_IDLE_SIZES: Final = (10_000, 100_000)
 QUICK_NUM_FINISHED: Final = 2_000
 SEED: Final = 1
+SHOWN: Final = {"kvferry": "kvferry", "vllm": "vLLM"}
 
 Step = tuple[str, Callable[[], None]]
 
@@ -147,7 +148,7 @@ def result_of(
     }
     tables = [_against_table(both, against)] if both else []
     tables += [_idle_table(idle, idle_verdicts)] if idle else []
-    tables += [_memory_table(choice, weighed)] if weighed else []
+    tables += [_memory_table(choice, memory, weighed)] if weighed else []
     title = "Scheduling: kvferry's general connector against vLLM's own"
     summary = _summary(both, against, verdicts)
     return Result("schedule", title, summary, tables, _plots(both, idle, memory), data)
@@ -197,8 +198,11 @@ def _idle_table(idle: Sequence[Figure], verdicts: Sequence[Verdict]) -> Table:
     return Table("A step of kvferry's with nothing to do", columns, rows, caption)
 
 
-def _memory_table(choice: Choice, weighed: Sequence[Verdict]) -> Table:
-    rows = [[one.what.split(", ")[-1], one.given, one.target, _met(one)] for one in weighed]
+def _memory_table(choice: Choice, sides: Iterable[str], weighed: Sequence[Verdict]) -> Table:
+    rows = [
+        [SHOWN[side], one.given, one.target, _met(one)]
+        for side, one in zip(sides, weighed, strict=True)
+    ]
     columns = ["side", "bytes a slot", "wanted, at most", "met"]
     caption = f"{choice.memory_slots:,} slots, each taken over once, beside vLLM's hashes."
     return Table("Memory of the scheduler half", columns, rows, caption)
@@ -216,8 +220,8 @@ def _plots(
         of_it = [figure for figure in both if figure.num_slots == num_slots]
         series = [
             Series(
-                {"vllm": "vLLM"}.get(side, side),
-                [_short(f.operation) for f in of_it if f.side == side],
+                SHOWN[side],
+                [f.operation for f in of_it if f.side == side],
                 [f.cpu_s * 1e6 for f in of_it if f.side == side],
             )
             for side in dict.fromkeys(f.side for f in of_it)
@@ -234,12 +238,7 @@ def _plots(
         title = "A step with nothing to do"
         plots.append(Plot("schedule-idle", title, "slots", time_us, series, log_x=True))
     if memory:
-        series = [Series("memory", list(memory), list(memory.values()))]
+        series = [Series("memory", [SHOWN[side] for side in memory], list(memory.values()))]
         title = "Memory of the scheduler half"
         plots.append(Plot("schedule-memory", title, "side", "bytes a slot", series, "bar"))
     return plots
-
-
-def _short(operation: str) -> str:
-    """On two lines, so that names stand beside each other."""
-    return operation.replace("fresh keys in random order", "fresh keys").replace(", ", ",\n")

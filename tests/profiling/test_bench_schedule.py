@@ -3,7 +3,7 @@
 What a step with nothing to do costs is counted here instead of timed: lines run, and memory taken.
 """
 
-import json
+import argparse
 import os
 import random
 import sys
@@ -17,11 +17,11 @@ import pytest
 pytest.importorskip("vllm")
 os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
 
-from kvferry.profiling import schedule
+from kvferry.profiling import bench_schedule, schedule
 from kvferry.profiling import schedule_measure as measure
 from kvferry.profiling import schedule_sides as sides
 
-QUICK = ["--rounds", "2", "--seed", "5", "--finished", "3", "--json"]
+QUICK: dict[str, Any] = {"quick": True, "rounds": 2, "seed": 5, "finished": 3}
 
 
 def work_of(call: Callable[[], object]) -> tuple[int, int]:
@@ -68,11 +68,21 @@ def test_a_step_with_nothing_to_do_is_the_same_work_whatever_there_is_and_was() 
     assert lines < 20 * measure.NUM_RUNNING
 
 
-def test_both_sides_are_measured_at_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--sizes", "2500", "--idle-sizes", "600", "900", "--memory-slots", "1100"]
-    assert schedule.main([*QUICK, *sizes]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    done = {(figure["operation"], figure["side"]) for figure in result["figures"]}
+def told(_num_done: int, _num_steps: int, _what: str) -> None:
+    """Progress that nobody reads."""
+
+
+def test_both_sides_are_measured_at_all_of_it() -> None:
+    steps: list[str] = []
+    result = bench_schedule.measure_schedule(
+        **QUICK,
+        progress=lambda _num_done, _num_steps, what: steps.append(what),
+        sizes=[2500],
+        idle_sizes=[600, 900],
+        memory_slots=1100,
+    )
+    figures = result.data["figures"]
+    done = {(figure["operation"], figure["side"]) for figure in figures}
     operations = [
         measure.LOOKUP_WARM,
         measure.LOOKUP_FRESH,
@@ -81,9 +91,24 @@ def test_both_sides_are_measured_at_all_of_it(capsys: pytest.CaptureFixture[str]
         measure.IDLE,
     ]
     assert done == {(operation, side) for operation in operations for side in ("kvferry", "vllm")}
-    assert all(figure["cpu_s"] > 0 for figure in result["figures"])
-    assert [figure["num_finished"] for figure in result["figures"][-3:]] == [0, 0, 3]
-    assert len(result["shown"]) == len(operations) + 2 + 2
+    assert all(figure["cpu_s"] > 0 for figure in figures)
+    assert [figure["num_finished"] for figure in figures[-3:]] == [0, 0, 3]
+    assert len(result.data["shown"]) == len(operations) + 2 + 2
+    assert [len(table.rows) for table in result.tables] == [len(operations), 3, 2]
+    assert [plot.name for plot in result.plots] == [
+        "schedule-2500",
+        "schedule-idle",
+        "schedule-memory",
+    ]
+    assert [len(one.x) for one in result.plots[0].series] == [len(operations)] * 2
+    assert len(steps) == 1 + 2 + 1 + 2 + 1
+
+
+def test_measuring_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="are empty; allowed: not all"):
+        bench_schedule.measure_schedule(
+            **QUICK, progress=told, sizes=[], idle_sizes=[], memory_slots=0
+        )
 
 
 @pytest.mark.parametrize("make", [sides.KVFerrySide, sides.VllmSide])
@@ -121,6 +146,8 @@ def test_verdicts() -> None:
 
 @pytest.mark.parametrize("wrong", [["--sizes", "0"], ["--rounds", "0"], ["--finished", "-1"]])
 def test_wrong_arguments_are_refused(wrong: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    bench_schedule.add_options(parser)
     with pytest.raises(SystemExit) as stopped:
-        schedule.main(wrong)
+        parser.parse_args(wrong)
     assert stopped.value.code == 2

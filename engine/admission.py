@@ -38,6 +38,9 @@ class Claim(NamedTuple):
     num_needed: int
 
 
+NO_CLAIM = Claim(0, 0)
+
+
 class LoadAdmission:
     """The claims of all requests that load or have loaded and not gone on to compute."""
 

@@ -30,6 +30,10 @@ class FreshBlocks:
         """Every block is old."""
         self._fresh = set()
 
+    def is_old(self, block: BlockId) -> bool:
+        """Whether the block may hold what is from before the reset."""
+        return self._fresh is not None and block not in self._fresh
+
     def begins_old(
         self,
         groups: Sequence[GroupGeometry],

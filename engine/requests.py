@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .admission import Claim
+from .admission import NO_CLAIM, Claim
 from .leases import ReadLease
 
 NEVER = 1 << 62
@@ -36,7 +36,7 @@ class TrackedRequest:
     """With fewer tokens computed there is nothing to offer."""
     hit_tokens: int = 0
     """End of the last match, in tokens from the beginning; 0 when there was none."""
-    claim: Claim = Claim(0, 0)
+    claim: Claim = NO_CLAIM
     """The GPU blocks that the load of the last match needs."""
     outcome: str = ""
     """What the last lookup came to, until the request is given its blocks: counted then, once."""

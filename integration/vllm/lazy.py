@@ -11,22 +11,21 @@ evicted. ``LazyStores`` reads that queue from its head and never changes it. Wha
   so that a step's blocks are on the host, or on their way, one step before it takes them. A reading
   is paid for by the blocks that were given out since the last one; no place in the queue is
   remembered, since a block may leave it and come back at its end;
-- blocks that were computed before a reset of the host cache, or from such blocks, are *stale* until
-  they are given out anew, and are not stored.
+- what was computed before a reset of the host cache, or from that, is not stored (see
+  ``engine.freshness``).
 
 A store belongs to no request: whatever vLLM may serve from its own cache is stored, and the limits
 of the request that computed it (``max_offload_tokens``) are not asked for.
 """
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
 from ...engine.core import SchedulingCore
-from ...engine.planner import Part, PlannedStore, Tables
+from ...engine.planner import Part, PlannedStore
 from ...engine.rules import boundary_of
-from ...engine.types import NO_BLOCK, BlockId, GroupId, Key, RequestId
+from ...engine.types import BlockId, GroupId, Key
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -51,63 +50,10 @@ class LazyStores:
             for geometry in core.groups
         )
         self._num_safe = 0
-        self._stale: set[BlockId] = set()
-        self._asked: tuple[RequestId, int] | None = None
 
-    @property
-    def num_stale(self) -> int:
-        """How many blocks hold what is from before a reset, as far as is known."""
-        return len(self._stale)
-
-    # -- what leaves the queue --------------------------------------------------------------------
-
-    def asked(self, request_id: RequestId, num_local_tokens: int) -> None:
-        """The request was looked up; vLLM's own cache serves ``num_local_tokens`` of it."""
-        self._asked = request_id, num_local_tokens
-
-    def given(self, request_id: RequestId, tables: Tables) -> None:
-        """A request that begins, or goes on after a load, holds these blocks."""
-        self._num_safe -= sum(map(len, tables))
-        if not self._stale:
-            return
-        known, num_local_tokens = False, 0
-        if self._asked is not None and self._asked[0] == request_id:
-            known, num_local_tokens = True, self._asked[1]
-        hits: list[BlockId] = []
-        fresh: list[BlockId] = []
-        in_a_block = False
-        for geometry, table in zip(self._core.groups, tables, strict=True):
-            first, rest = divmod(num_local_tokens, geometry.block_tokens)
-            in_a_block |= bool(rest)  # copied from a block that is not in the table
-            # Not asked about just now, it goes on after a load: any block may be an old one.
-            hits += table[:first] if known else table
-            fresh += table[first:]
-        self._mark(fresh, stale=in_a_block or not self._stale.isdisjoint(hits))
-
-    def went_on(self, fresh: Iterable[BlockId], tables: Tables | None) -> None:
-        """A running request was given ``fresh`` blocks; ``tables`` are its block tables now."""
-        new = set(fresh)
-        self._num_safe -= len(new)
-        if self._stale:
-            old = {block for table in tables or () for block in table} - new
-            self._mark(new, stale=not self._stale.isdisjoint(old))
-
-    def _mark(self, blocks: Iterable[BlockId], *, stale: bool) -> None:
-        if stale:
-            self._stale.update(block for block in blocks if block != NO_BLOCK)
-        else:
-            self._stale.difference_update(blocks)
-
-    def reset(self) -> None:
-        """The host cache was reset. What vLLM kept in its own is from before that."""
-        self._num_safe = 0
-        self._stale = {
-            BlockId(block.block_id)
-            for block in self._pool.blocks
-            if not block.is_null and (block.ref_cnt or block.block_hash is not None)
-        }
-
-    # -- storing ----------------------------------------------------------------------------------
+    def given(self, num_blocks: int) -> None:
+        """Requests were given at most so many blocks of the queue."""
+        self._num_safe -= num_blocks
 
     def plan(self) -> PlannedStore | None:
         """End of a step: store what the next steps could evict. None when that is nothing."""
@@ -145,7 +91,7 @@ class LazyStores:
     def _chunk_in(self, block: "KVCacheBlock") -> tuple[GroupId, Key] | None:
         """The chunk that a free block holds; None when it holds none that is worth storing."""
         name, num_tokens = block.block_hash, block.block_hash_num_tokens
-        if name is None or not num_tokens or block.block_id in self._stale:
+        if name is None or not num_tokens or self._core.fresh.is_old(BlockId(block.block_id)):
             return None
         group = GroupId(get_group_id(name))
         geometry = self._groups.get(group)

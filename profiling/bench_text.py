@@ -50,7 +50,8 @@ def columns_of(table: Table) -> list[list[Cell]]:
 def _lines(table: Table) -> list[str]:
     columns = columns_of(table)
     texts = [
-        [head, *column_text(cells)] for head, cells in zip(table.columns, columns, strict=True)
+        [head, *(" ".join(text.split()) for text in column_text(cells))]
+        for head, cells in zip(table.columns, columns, strict=True)
     ]
     aligned = []
     for column, cells in zip(texts, columns, strict=True):

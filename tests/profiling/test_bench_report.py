@@ -1,4 +1,4 @@
-"""What a benchmark leaves in a folder: its record, its plots, and a page that needs nothing else."""
+"""What a benchmark leaves in a folder: a record, plots, and a page that needs nothing else."""
 
 import json
 import math

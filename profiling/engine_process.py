@@ -1,6 +1,7 @@
 """A vLLM engine in a process of its own: sides of a comparison that share nothing.
 
 Memory, caches and threads are apart, and an engine that nobody asks sleeps at the end of a pipe.
+The processes are forked by a server that has imported vLLM and done nothing else.
 """
 
 import multiprocessing
@@ -47,7 +48,11 @@ class EngineProcess(Generic[Asked, Taken]):
     """
 
     def __init__(self, setup: EngineSetup, run: Callable[[InProcessEngine, Asked], Taken]) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Threads that spin while they wait take the processor from other sides and from transfers.
+        # The server takes its environment from here when it starts, before torch's threads do.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["kvferry.profiling.engine_preload"])
         self._pipe, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(there, setup, run), daemon=True)
         self._process.start()
@@ -100,8 +105,6 @@ def _serve(
     run: Callable[[InProcessEngine, object], object],
 ) -> None:
     os.dup2(2, 1)  # standard output is for results
-    # Threads that spin while they wait take the processor from the other sides and from transfers.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         with InProcessEngine(setup) as engine:
             pipe.send(_UP)

@@ -231,10 +231,10 @@ class InProcessEngine:
                 raise TimeoutError(f"the engine still had work after {deadline_s:g} s")
             self.llm.llm_engine.step()
 
-    def forget(self) -> None:
+    def forget(self, *, host_too: bool = True) -> None:
         """Empty the prefix cache and the connector's cache. Raises ``RuntimeError`` if refused."""
         self.settle()
-        with_connector = self.setup.kv_transfer is not None
+        with_connector = host_too and self.setup.kv_transfer is not None
         if not self.llm.llm_engine.reset_prefix_cache(False, with_connector):
             raise RuntimeError("the engine refused to reset its prefix cache")
         self.settle()

@@ -38,8 +38,9 @@ def _cell_text(cell: Cell, decimals: int) -> str:
 
 
 def is_numeric(cells: Sequence[Cell]) -> bool:
-    """Whether a column holds numbers, which stand to the right."""
-    return any(isinstance(cell, int | float) for cell in cells)
+    """Whether a column holds numbers and nothing else, which then stand to the right."""
+    there = [cell for cell in cells if cell is not None]
+    return bool(there) and all(isinstance(cell, int | float) for cell in there)
 
 
 def columns_of(table: Table) -> list[list[Cell]]:

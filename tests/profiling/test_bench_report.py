@@ -14,7 +14,7 @@ from kvferry.profiling.bench_html import size_of_png
 from kvferry.profiling.bench_plots import DPI, SIZE_INCHES, draw
 from kvferry.profiling.bench_report import Record, ReportError, document, prepare, read, write
 from kvferry.profiling.bench_result import Plot, Result, Series, Table
-from kvferry.profiling.bench_text import column_text, text_of
+from kvferry.profiling.bench_text import column_text, is_numeric, text_of
 
 NAMES = ("transfer", "schedule", "serve")
 NONE = "  none        –"  # noqa: RUF001
@@ -164,6 +164,12 @@ def test_numbers_of_a_column_have_one_number_of_decimals() -> None:
     assert column_text([12.34, 1.0]) == ["12.3", "1.0"]
     assert column_text([0.61, 1.0, math.nan]) == ["0.61", "1.00", "–"]  # noqa: RUF001
     assert column_text([0.00121]) == ["0.0012"]
+
+
+def test_only_numbers_stand_to_the_right() -> None:
+    assert is_numeric([1, None, 2.5])
+    assert not is_numeric([1, "two"])
+    assert not is_numeric([None])
 
 
 def test_text_for_a_terminal_is_aligned() -> None:

@@ -1,6 +1,6 @@
 """Tokens with and without kvferry, on vLLM's real engine: models x ranks x connectors x scheduling.
 
-Everywhere both pools evict, requests are preempted and prompts come in pieces. In CI one model
+Everywhere both pools evict, requests are preempted and prompts come in pieces. In CI each model
 runs once for each number of ranks; with ``KVFERRY_SLOW=1``, all in every combination. One engine
 without kvferry is the reference for all runs of its model, those on two ranks too: in float32 their
 tokens are the same.
@@ -32,6 +32,12 @@ Run = tuple[str, int, str, str]
 CI_RUNS: list[Run] = [
     ("llama", 1, "offloading", "async"),
     ("llama", 2, "simple", "async"),
+    ("mistral", 1, "simple_lazy", "sync"),
+    ("mistral", 2, "offloading", "sync"),
+    ("gemma3", 1, "simple", "sync"),
+    ("gemma3", 2, "offloading", "async"),
+    ("gpt_oss", 1, "simple", "async"),
+    ("gpt_oss", 2, "simple_lazy", "sync"),
 ]
 ALL_RUNS: list[Run] = list(
     itertools.product(

@@ -6,9 +6,9 @@ import pytest
 from tiny_models import TinyEngine, build_model, shared_prefix_prompts, tiny_engine
 
 SEED = 21
-NUM_PROMPTS = 60
+NUM_PROMPTS = 100
 PRESSURE: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 256, "max_num_seqs": 6}
-NUM_BLOCKS = {"llama": 40, "gemma3": 42}
+NUM_BLOCKS = {"llama": 24, "gemma3": 42}
 """Pools that six requests do not fit in."""
 
 

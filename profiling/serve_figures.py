@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -62,7 +62,7 @@ class Figures:
     num_from_host: int
     num_same_answers: int
     """Answers with the tokens of the side without a connector."""
-    admitted: Mapping[str, int]
+    admitted: dict[str, int]
     """As in ``Played``."""
 
     @property
@@ -117,8 +117,15 @@ def figures_of(name: str, run: Run) -> Figures:
             answer.tokens == theirs.tokens
             for answer, (_, theirs) in zip(answers, plain, strict=True)
         ),
-        admitted=sum((Counter(wave.played.admitted) for wave in run.asked[name]), Counter()),
+        admitted=_added(wave.played.admitted for wave in run.asked[name]),
     )
+
+
+def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    added: Counter[str] = Counter()
+    for some in counts:
+        added.update(some)
+    return dict(added)
 
 
 def result_of(run: Run) -> Result:
@@ -358,6 +365,6 @@ def _side_data(side: Figures, run: Run) -> dict[str, Any]:
             "computed": side.num_recomputed,
         },
         "num_same_answers": side.num_same_answers,
-        "admitted": dict(side.admitted),
+        "admitted": side.admitted,
         "requests": requests,
     }

@@ -98,6 +98,11 @@ def test_what_looks_like_markup_or_a_formula_is_text(tmp_path: Path) -> None:
     assert page.count("&lt;script&gt;") == 1 + 2 * 2 + 1 + 1 + 1 + 1 + 1 + 1
 
 
+def test_a_label_that_looks_like_a_broken_formula_is_drawn() -> None:
+    label = r"costs $\frac$"
+    assert draw(Plot("prices", label, label, label, [Series(label, [label], [1.0])], "bar"), "dark")
+
+
 @pytest.mark.usefixtures("quickly")
 def test_the_page_is_of_all_records_in_the_folder(tmp_path: Path) -> None:
     write(record("transfer"), prepare(tmp_path, NAMES, "transfer"), tmp_path)

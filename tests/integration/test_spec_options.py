@@ -117,7 +117,7 @@ def test_what_is_not_ours_is_ignored_or_refused_by_name(name: str) -> None:
 def test_an_ignored_option_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     warned: list[str] = []
     monkeypatch.setattr(
-        foreign_options.logger, "warning", lambda text, *args: warned.append(text % args)
+        foreign_options.logger, "warning_once", lambda text, *args: warned.append(text % args)
     )
     without_foreign({"disk_path": "/data", "kv_offload_backend": "cpu", "unknown": 1})
     assert len(warned) == 1

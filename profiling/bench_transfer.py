@@ -108,7 +108,7 @@ def measure_copies(
     judged_by, load = judge(), os.getloadavg()[0]
     speeds: list[Speed] = []
     for case in chosen:
-        what = f"{case.page_bytes >> 10} KiB, {case.num_threads} threads, {case.integrity}"
+        what = f"{case.page_bytes >> 10} KiB, {_threads(case.num_threads)}, {case.integrity}"
         progress(len(speeds), 2 * len(chosen), what)
         speeds += speeds_of(case, mib << 20, num_rounds, judged_by)
     progress(len(speeds), len(speeds), "done")
@@ -136,9 +136,13 @@ def _peak(speeds: Sequence[Speed], direction: str) -> float:
     return max(one.best_copy_gb_per_s for one in speeds if one.direction == direction)
 
 
+def _threads(number: int) -> str:
+    return "1 thread" if number == 1 else f"{number} threads"
+
+
 def _verdict(one: Speed) -> str:
     return (
-        f"{one.direction}, {one.page_bytes >> 10} KiB, {one.num_threads} threads: "
+        f"{one.direction}, {one.page_bytes >> 10} KiB, {_threads(one.num_threads)}: "
         f"{one.ratio:.2f} of a plain copy ({one.judged_by} time), wanted {one.target}"
     )
 
@@ -199,7 +203,7 @@ def _plots(speeds: Sequence[Speed], direction: str) -> list[Plot]:
     integrity, widest = of_it[0].integrity, max(one.num_threads for one in of_it)
     sizes = list(dict.fromkeys(one.page_bytes >> 10 for one in of_it))
     by_threads = [
-        _series(f"{number} thread" + ("s" if number > 1 else ""), same)
+        _series(_threads(number), same)
         for number in dict.fromkeys(one.num_threads for one in of_it)
         if (same := [s for s in of_it if (s.num_threads, s.integrity) == (number, integrity)])
     ]
@@ -225,7 +229,7 @@ def _plots(speeds: Sequence[Speed], direction: str) -> list[Plot]:
             if (same := [s for s in of_it if (s.num_threads, s.integrity) == (widest, kind)])
         ]
         title = f"{direction.capitalize()}: what checksums cost"
-        caption = f"{widest} threads." + (
+        caption = f"{_threads(widest)}." + (
             " With sample, one chunk in sixteen is checked." if "sample" in checked else ""
         )
         name = f"transfer-{direction}-integrity"

@@ -12,7 +12,7 @@ from kvferry.profiling.bench_report import Record, write
 from kvferry.profiling.bench_result import Plot, Result, Series, Table
 
 sys.path.insert(0, str(Path(__file__).parent))
-from chromium import Pixels, screenshot
+from chromium import Pixels, find, screenshot
 
 SIZE = 1240, 1500
 RATIO = SIZE_INCHES[0] / SIZE_INCHES[1]
@@ -36,6 +36,7 @@ def mark_of(name: str) -> str:
 @pytest.fixture
 def report(tmp_path: Path) -> Path:
     """A report of two plots whose place can be seen: each has a frame of a colour of its own."""
+    find()
     sizes, names = [4.0, 16.0, 64.0], ["cold", "warm"]
     lines = [Series("ours", sizes, [1.0, 2.0, 3.0]), Series("theirs", sizes, [3.0, 1.0, 2.0])]
     bars = [Series("ours", names, [10.0, 20.0]), Series("theirs", names, [15.0, 5.0])]

@@ -64,7 +64,7 @@ def test_a_missed_target_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         quick=True, progress=told, **SMALL | {"integrity": ["off"]}
     )
     assert len(result.data["missed"]) == 2
-    assert result.data["missed"][0].startswith("store, 4 KiB, 1 threads: ")
+    assert result.data["missed"][0].startswith("store, 4 KiB, 1 thread: ")
     assert "0 of 2 targets are met." in result.summary
 
 

@@ -17,8 +17,7 @@ Two rules hold everywhere:
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
 
 from .admission import GpuPool, LoadAdmission
 from .changes import Change, Journal
@@ -26,18 +25,17 @@ from .core_options import CoreOptions
 from .freshness import FreshBlocks
 from .geometry import GroupGeometry
 from .jobs import Ended, Jobs
-from .ledger import Ledger, WriteLease
+from .ledger import Ledger
 from .matching import Matcher
 from .messages import JobOrder, StepOrders, StepReports
-from .offers import OfferCounter
 from .orders import order_of, refusal
-from .planner import Part, PlannedStore, Tables, prefix_keys, sources, wanted
+from .planner import Part, PlannedStore, Tables, wanted
 from .policy import make_policy
 from .recovery import Recovery
-from .requests import NEVER, NO_LIMITS, Limits, TrackedRequest
-from .rules import boundary_of
+from .requests import NO_LIMITS, Limits, TrackedRequest
 from .state import SlotState
-from .types import BlockId, Direction, JobId, Key, RequestId
+from .storing import Reserved, StoreReserver
+from .types import BlockId, Direction, JobId, RequestId
 from .worth import LoadWorth, StepClock
 
 
@@ -61,7 +59,7 @@ class SchedulingCore:
         self.ledger.journal = Journal() if self.options.journal else None
         self.jobs = Jobs(self.ledger, num_ranks)
         self.fresh = FreshBlocks()
-        self._offers = OfferCounter(self.options.store_threshold, self.options.max_tracked_offers)
+        self._storing = StoreReserver(self.groups, self.ledger, self.options)
         self._worth = LoadWorth(self.options.min_load_tokens)
         self._matcher = Matcher(
             self.groups, self.ledger, self.jobs, self._worth, self.options.wait_s, clock
@@ -70,7 +68,6 @@ class SchedulingCore:
         self._admission = LoadAdmission(self.groups, gpu_pool or GpuPool())
         self._load_started: dict[JobId, tuple[int, float]] = {}
         self._steps = StepClock()
-        self._boundary = boundary_of([geometry.rule for geometry in groups])
         self._clock = clock
         self._requests: dict[RequestId, TrackedRequest] = {}
         self._loads: list[JobOrder] = []
@@ -218,77 +215,8 @@ class SchedulingCore:
         if not self.due(request_id, num_computed):
             return None
         request = self._requests[request_id]
-        limit = request.limits.max_store_tokens
-        if self.options.prompt_only:
-            limit = min(limit, request.num_prompt_tokens)
-        num_tokens = min(num_computed, limit)
-        decoding = not finished and num_computed > request.num_prompt_tokens
-        offered = [
-            self._reserve(i, request, num_tokens, tables[i], decoding=decoding)
-            for i in range(len(self.groups))
-        ]
-        leases = [lease for lease, _ in offered if lease is not None]
-        request.next_due_tokens = self._next_due(request, num_tokens, limit)
-        if not leases:
-            return None
-        parts = [part for _, part in offered if part is not None]
-        blocks = [block for part in parts for block in part.blocks]
-        job_id = self.jobs.start(Direction.STORE, tuple(leases), request_id, blocks)
-        orders = self._prior_stores if finished else self._stores
-        orders.append(order_of(job_id, Direction.STORE, leases, parts, request_id))
-        return PlannedStore(job_id, tuple(parts))
-
-    def _next_due(self, request: TrackedRequest, num_tokens: int, limit: int) -> int:
-        """The least number of computed tokens that completes another chunk."""
-        following = [
-            (request.num_offered[i] + 1) * geometry.chunk_tokens
-            for i, geometry in enumerate(self.groups)
-        ]
-        nearest = min(tokens if tokens <= limit else NEVER for tokens in following)
-        # What found no slot, or has no hash yet, is offered again in the next step.
-        return max(nearest, num_tokens) if nearest <= num_tokens else nearest
-
-    def _reserve(
-        self,
-        index: int,
-        request: TrackedRequest,
-        num_tokens: int,
-        table: Sequence[BlockId],
-        *,
-        decoding: bool,
-    ) -> tuple[WriteLease | None, Part | None]:
-        """Slots for what one group has to offer, as far as they go."""
-        geometry = self.groups[index]
-        group = geometry.group
-        first = request.num_offered[index]
-        last = min(
-            geometry.rule.storable_chunks(num_tokens, decoding=decoding),
-            geometry.num_hashed_chunks(request.hashes),
-        )
-        if last <= first:
-            return None, None
-        keys = geometry.keys(request.hashes, first, last)
-        absent = self.ledger.absent(group, keys)
-        if len(absent) < len(keys):
-            self.ledger.touch(group, keys)
-        wanted = sources(geometry, keys, absent, table, first, self._boundary)
-        request.num_offered[index] = last
-        new = self._offers.passing(group, wanted)
-        if not new:
-            return None, None
-        near: Collection[Key] = ()
-        if self.ledger.num_free < len(new):  # eviction is near
-            near = prefix_keys(self.groups, request, last * geometry.chunk_tokens)
-        lease = self.ledger.reserve(group, new, protect=near)
-        taken = len(lease.keys) if lease is not None else 0
-        if taken < len(new):
-            # No slot for this chunk now: it is offered again, since those after it are of no use
-            # without it.
-            request.num_offered[index] = first + keys.index(new[taken])
-        if lease is None:
-            return None, None
-        blocks = tuple(chain.from_iterable(map(wanted.__getitem__, lease.keys)))
-        return lease, Part(geometry, lease.keys, blocks)
+        reserved = self._storing.of_request(request, num_computed, tables, finished=finished)
+        return self._store(reserved, request_id, self._prior_stores if finished else self._stores)
 
     def rescue(self, parts: Sequence[Part]) -> PlannedStore | None:
         """Plan a store, of no request, of blocks that are about to be given away.
@@ -298,25 +226,19 @@ class SchedulingCore:
         """
         if self._off:
             return None
-        near = {key for part in parts for key in part.keys}
-        leases, stored = [], []
-        for part in parts:
-            group, size = part.geometry.group, part.geometry.blocks_per_chunk
-            absent = self.ledger.absent(group, part.keys)
-            self.ledger.touch(group, part.keys)
-            keys = [part.keys[i] for i in absent]
-            lease = self.ledger.reserve(group, keys, protect=near) if keys else None
-            if lease is not None:
-                firsts = [i * size for i in absent[: len(lease.keys)]]
-                blocks = [block for at in firsts for block in part.blocks[at : at + size]]
-                leases.append(lease)
-                stored.append(Part(part.geometry, lease.keys, tuple(blocks)))
-        if not leases:
+        return self._store(self._storing.of_blocks(parts), None, self._prior_stores)
+
+    def _store(
+        self, reserved: Reserved, request_id: RequestId | None, orders: list[JobOrder]
+    ) -> PlannedStore | None:
+        if not reserved:
             return None
-        fences = [block for part in stored for block in part.blocks]
-        job_id = self.jobs.start(Direction.STORE, tuple(leases), None, fences)
-        self._prior_stores.append(order_of(job_id, Direction.STORE, leases, stored, None))
-        return PlannedStore(job_id, tuple(stored))
+        leases = [lease for lease, _ in reserved]
+        parts = tuple(part for _, part in reserved)
+        blocks = [block for part in parts for block in part.blocks]
+        job_id = self.jobs.start(Direction.STORE, tuple(leases), request_id, blocks)
+        orders.append(order_of(job_id, Direction.STORE, leases, parts, request_id))
+        return PlannedStore(job_id, parts)
 
     # -- steps ------------------------------------------------------------------------------
 

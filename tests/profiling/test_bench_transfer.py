@@ -1,6 +1,9 @@
 """The transfer benchmark checks its bytes, and says when a target is missed."""
 
 import argparse
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -155,3 +158,32 @@ def test_rows_of_a_gpu_become_tables_and_plots_against_the_link() -> None:
         ("peak: one large copy", [0.5, 4.0], [50.0, 50.0], True),
     ]
     assert load.name == "transfer-load"
+
+
+DRY = """
+import torch
+from kvferry.profiling import bench_link, gpu_measure, gpu_platform
+
+torch.cuda.is_available = lambda: True
+gpu_platform.CudaPlatform = gpu_platform.DryPlatform
+gpu_measure.QUICK = gpu_measure.DRY
+steps = []
+result = bench_link.measure_link(
+    quick=True, progress=lambda *step: steps.append(step), fragment_kib=[1, 4], rounds=1
+)
+assert [num_done for num_done, _, _ in steps] == list(range(len(steps))), steps
+assert steps[-1][0] == steps[-1][1], steps[-1]
+assert {row[1] for row in result.tables[1].rows} == {1.0, 4.0}, result.tables[1]
+"""
+
+
+def test_a_gpu_is_measured_in_a_dry_run_step_by_step() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", DRY],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr

@@ -51,6 +51,8 @@ class EngineProcess(Generic[Asked, Taken]):
         # Threads that spin while they wait take the processor from other sides and from transfers.
         # The server takes its environment from here when it starts, before torch's threads do.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        # Run from the root of a checkout, it would take our kernels/ for the package of that name.
+        os.environ.setdefault("PYTHONSAFEPATH", "1")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["kvferry.profiling.engine_preload"])
         self._pipe, there = context.Pipe()

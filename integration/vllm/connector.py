@@ -340,14 +340,15 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
         """No request waits for a store; those whose load has ended, well or not.
 
         With one group vLLM takes the blocks that failed (``get_block_ids_with_load_errors``) and
-        computes only those; with several their ids would be ambiguous, so the request is named.
+        computes only those; with several their ids would be ambiguous, so the request is named. So
+        it is with a recurrent group: before the block that failed there is no state to go on from.
         """
         if self._worker is None:
             return KVConnectorTransferResults()
         self._worker.poll(self._orders)
         finished, failed = self._worker.take_finished_loads()
         return KVConnectorTransferResults(
-            finished_recving=finished, failed_recving=set() if self._one_group else failed
+            finished_recving=finished, failed_recving=set() if self._names_blocks else failed
         )
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -356,11 +357,12 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed = self._worker.take_failed_blocks() if self._worker is not None else set()
-        return failed if self._one_group else set()
+        return failed if self._names_blocks else set()
 
     @property
-    def _one_group(self) -> bool:
-        return len(self._kv_cache_config.kv_cache_groups) == 1
+    def _names_blocks(self) -> bool:
+        config = self._kv_cache_config
+        return len(config.kv_cache_groups) == 1 and not config.has_mamba_layers
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self._worker is None:

@@ -81,18 +81,20 @@ class OffloadManager(ABC):
         return core.build(scheduler_output.total_num_scheduled_tokens)
 
     def _plan_stores(self, scheduler_output: "SchedulerOutput") -> None:
+        groups = self.core.groups
         for request_id, num_computed in views.progress(scheduler_output):
             if self.core.due(request_id, num_computed):
                 tables = views.current_tables(scheduler_output, request_id, self._group_ids)
                 if tables is not None:
-                    self._offer(request_id, num_computed, tables)
+                    final = views.states_handed_over(scheduler_output, request_id, groups, tables)
+                    self._offer(request_id, num_computed, final)
 
     def finished(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """The request ends: its last full blocks are stored before they can be overwritten."""
         request_id = views.request_id_of(request)
         tables = views.block_tables(block_ids, self._group_ids)
-        offered = views.states_handed_over(None, request_id, self.core.groups, tables)
-        self._offer(request_id, views.num_final_tokens(request), offered, finished=True)
+        final = views.states_handed_over(None, request_id, self.core.groups, tables)
+        self._offer(request_id, views.num_final_tokens(request), final, finished=True)
         self.core.forget(request_id)
         if self.events is not None:
             self.events.forget(request_id)

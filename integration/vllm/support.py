@@ -12,6 +12,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -60,13 +61,15 @@ def check_config(vllm_config: "VllmConfig") -> None:
 def groups_from(
     kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig", options: Options
 ) -> tuple[GroupGeometry, ...]:
-    """The groups, all offloaded. Raises ValueError for a kind that is not supported."""
+    """The groups, all offloaded. Raises ValueError for a kind or a mode that is not supported."""
     _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     groups = []
     # All of them: what no prefix cache serves (rings, replayed windows) is of no kind listed here.
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = _one_layer(group.kv_cache_spec)
         block_tokens = spec.block_size
+        if isinstance(spec, MambaSpec):
+            _check_recurrent(spec, hash_tokens, vllm_config)
         kind, window, retained = _kind_of(spec)
         rule = GroupRule(
             GroupId(index),
@@ -90,24 +93,50 @@ def _kind_of(spec: "KVCacheSpec") -> tuple[GroupKind, int | None, int]:
         return GroupKind.WINDOW, spec.sliding_window, spec.extra_retained_tokens
     if type(spec) is ChunkedLocalAttentionSpec:
         return GroupKind.LOCAL, spec.attention_chunk_size, 0
+    if type(spec) is MambaSpec:
+        return GroupKind.RECURRENT, None, 0
     raise ValueError(
         f"KV cache of kind {type(spec).__name__} is not supported yet; allowed: "
-        "FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec. "
-        "For recurrent (Mamba, linear attention) groups use vLLM's own OffloadingConnector"
+        "FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec"
     )
+
+
+def _check_recurrent(spec: MambaSpec, hash_tokens: int, vllm_config: "VllmConfig") -> None:
+    """Raises ValueError where vLLM does not hand over states that end with a block."""
+    if spec.mamba_cache_mode != "align":
+        raise ValueError(
+            f"mamba_cache_mode={spec.mamba_cache_mode!r}: without aligned states no hit can go on "
+            "from a recurrent (Mamba, linear attention) group; allowed: 'align' (--mamba-cache-mode "
+            "align, with prefix caching on)"
+        )
+    if vllm_config.speculative_config is not None:
+        raise ValueError(
+            "speculative decoding beside a recurrent (Mamba, linear attention) group is not "
+            "supported yet; allowed: no speculative_config. To have both use vLLM's own "
+            "OffloadingConnector"
+        )
+    if spec.block_size != hash_tokens:
+        raise ValueError(
+            f"block hashes of {hash_tokens} tokens beside recurrent (Mamba, linear attention) "
+            f"blocks of {spec.block_size}: hits that end inside such a block are not supported yet; "
+            "allowed: one block size for all groups (leave --prefix-match-unit and "
+            "--mamba-block-size unset). To have such hits use vLLM's own OffloadingConnector"
+        )
 
 
 def writes_before_flush(kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig") -> bool:
     """Whether vLLM's worker writes to fresh blocks before it hands over a step's flush list.
 
-    The second model runner (0.32, 0.33) zeroes blocks and copies partial ones before it calls
-    ``handle_preemptions``, the first one after that. It zeroes for caches of mixed precision, and
-    copies where a hit may end inside a block, which takes several groups.
+    The second model runner (0.32, 0.33) zeroes blocks and copies partial ones, and recurrent states
+    to the next block, before it calls ``handle_preemptions``, the first one after that. It zeroes
+    for caches of mixed precision, and copies blocks where a hit may end inside one, which takes
+    several groups.
     """
     if not vllm_config.use_v2_model_runner:
         return False
     several = len(kv_cache_config.kv_cache_groups) > 1
-    return bool(kv_cache_config.needs_kv_cache_zeroing) or several
+    recurrent = kv_cache_config.has_mamba_layers
+    return bool(kv_cache_config.needs_kv_cache_zeroing) or several or recurrent
 
 
 def gpu_pool_of(kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig") -> GpuPool:

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vllm.logger import init_logger
 
+from ...engine.geometry import GroupGeometry
 from ...engine.requests import NEVER, NO_LIMITS, Limits
+from ...engine.rules import GroupKind
 from ...engine.types import NO_BLOCK, BlockId, RequestId
 
 if TYPE_CHECKING:
@@ -105,3 +107,33 @@ def current_tables(
     state = scheduler_output.kv_connector_block_state
     tables = state.get_block_ids(request_id) if state is not None else None
     return block_tables(tables, group_ids) if tables is not None else None
+
+
+def states_handed_over(
+    scheduler_output: "SchedulerOutput | None",
+    request_id: RequestId,
+    groups: Sequence[GroupGeometry],
+    tables: list[list[BlockId]],
+) -> list[list[BlockId]]:
+    """``tables`` with nothing in recurrent groups but the states that are final with this step.
+
+    In align mode the place in a table does not tell what a state's block holds: it is advanced in
+    place, and a checkpoint that is not kept is overwritten. vLLM names the blocks that hold the
+    state after exactly so many tokens in the step that computes it, once, and registers those in
+    its own prefix cache; what it does not name is as good as absent. Without ``scheduler_output``
+    (a request that has ended) none is named.
+    """
+    if all(geometry.rule.kind is not GroupKind.RECURRENT for geometry in groups):
+        return tables
+    state = scheduler_output.kv_connector_block_state if scheduler_output is not None else None
+    named = state.boundary_state_offloads.get(request_id, ()) if state is not None else ()
+    left = []
+    for geometry, table in zip(groups, tables, strict=True):
+        if geometry.rule.kind is GroupKind.RECURRENT:
+            table = [NO_BLOCK] * len(table)
+            for group, block, num_tokens in named:
+                index, rest = divmod(num_tokens, geometry.block_tokens)
+                if group == geometry.group and block != _NULL_BLOCK and not rest:
+                    table[index - 1] = BlockId(block)
+        left.append(table)
+    return left

@@ -1,13 +1,18 @@
 """A picture of a few steps of the built-in trace: compute, loads, stores and flushes on lanes."""
 
+import bisect
 import importlib.util
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
 from .nsight_trace import STEPS, Event
 
 NUM_STEPS: Final = 8
+VISIBLE: Final = 0.01
+"""Share of the picture's width that a kind of event should cover to be seen well."""
+
 LANES: Final = ("compute", "load", "store", "flush")
 """Names of events, by lane from the top."""
 
@@ -68,21 +73,38 @@ def _draw(axes: Any, event: Event, height: int, zero_ns: int) -> None:
 
 
 def busiest(events: Sequence[Event], num_steps: int) -> list[Event]:
-    """Of all runs of ``num_steps`` steps the one with most kinds of events that lie wholly in it,
-    and of those the shortest (the first steps of an engine are long ones); with all that goes on
-    while it lasts."""
+    """Of all runs of ``num_steps`` steps the one in which most kinds of events can be seen, and of
+    those the shortest (the first steps of an engine are long ones); with all that goes on while it
+    lasts."""
     steps = sorted((one for one in events if one.lane == STEPS), key=lambda one: one.start_ns)
+    if not steps:
+        return []
     others = [one for one in events if one.name in LANES]
-    best: list[Event] = []
-    most = (-1, 0)
-    for first in range(max(1, len(steps) - num_steps + 1)):
-        run = steps[first : first + num_steps]
-        if not run:
-            return []
-        begin_ns, end_ns = run[0].start_ns, run[-1].end_ns
-        shown = [one for one in others if one.start_ns <= end_ns and one.end_ns >= begin_ns]
-        whole = {one.name for one in shown if begin_ns <= one.start_ns and one.end_ns <= end_ns}
-        rank = (len(whole), begin_ns - end_ns)
-        if rank > most:
-            most, best = rank, [*run, *shown]
-    return best
+    sums = [list(accumulate(row, initial=0)) for row in _covered(steps, others)]
+    length = min(num_steps, len(steps))
+
+    def rank(first: int) -> tuple[float, int]:
+        duration = steps[first + length - 1].end_ns - steps[first].start_ns
+        enough = max(1.0, VISIBLE * duration)
+        seen = (min(1.0, (row[first + length] - row[first]) / enough) for row in sums)
+        return sum(seen), -duration
+
+    first = max(range(len(steps) - length + 1), key=rank)
+    run = steps[first : first + length]
+    begin_ns, end_ns = run[0].start_ns, run[-1].end_ns
+    return [*run, *(one for one in others if one.start_ns <= end_ns and one.end_ns >= begin_ns)]
+
+
+def _covered(steps: Sequence[Event], others: Sequence[Event]) -> list[list[int]]:
+    """For each lane: how much of each step, and of what follows until the next, its events cover,
+    in nanoseconds."""
+    starts = [step.start_ns for step in steps]
+    ends = [*starts[1:], steps[-1].end_ns]
+    covered = {name: [0] * len(steps) for name in LANES}
+    for event in others:
+        number = max(0, bisect.bisect_right(starts, event.start_ns) - 1)
+        while number < len(steps) and starts[number] < event.end_ns:
+            begin_ns = max(event.start_ns, starts[number])
+            covered[event.name][number] += max(0, min(event.end_ns, ends[number]) - begin_ns)
+            number += 1
+    return list(covered.values())

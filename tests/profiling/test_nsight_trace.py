@@ -80,6 +80,15 @@ def test_the_steps_with_most_kinds_of_events_are_shown() -> None:
     assert busiest(loads, 3) == []
 
 
+def test_what_would_be_too_small_to_see_counts_little() -> None:
+    prefill = [Event(STEPS, "step", 0, 100_000), Event("compute", "compute", 0, 100_000)]
+    small = [Event("loads", "load", 10, 60), Event("stores", "store", 100_010, 100_060)]
+    decode = [Event(STEPS, "step", start, start + 90) for start in range(100_000, 101_000, 100)]
+    decode += [Event("compute", "compute", start, start + 80) for start in (100_100, 100_200)]
+    shown = busiest([*prefill, *small, *decode], 2)
+    assert [one.start_ns for one in shown if one.lane == STEPS] == [100_000, 100_100]
+
+
 def test_there_is_no_picture_of_nothing(tmp_path: Path) -> None:
     assert not write_timeline([Event("loads", "load", 0, 1)], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

@@ -96,8 +96,8 @@ def _kind_of(spec: "KVCacheSpec") -> tuple[GroupKind, int | None, int]:
     if type(spec) is MambaSpec:
         return GroupKind.RECURRENT, None, 0
     raise ValueError(
-        f"KV cache of kind {type(spec).__name__} is not supported yet; allowed: "
-        "FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec"
+        f"KV cache of kind {type(spec).__name__} is not supported yet; allowed: FullAttentionSpec, "
+        "MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec"
     )
 
 
@@ -105,9 +105,9 @@ def _check_recurrent(spec: MambaSpec, hash_tokens: int, vllm_config: "VllmConfig
     """Raises ValueError where vLLM does not hand over states that end with a block."""
     if spec.mamba_cache_mode != "align":
         raise ValueError(
-            f"mamba_cache_mode={spec.mamba_cache_mode!r}: without aligned states no hit can go on "
-            "from a recurrent (Mamba, linear attention) group; allowed: 'align' (--mamba-cache-mode "
-            "align, with prefix caching on)"
+            f"mamba_cache_mode={spec.mamba_cache_mode!r}: a recurrent (Mamba, linear attention) "
+            "group has a state to go on from only where it ends with a block; allowed: 'align' "
+            "(--mamba-cache-mode align, with prefix caching on)"
         )
     if vllm_config.speculative_config is not None:
         raise ValueError(
@@ -118,8 +118,8 @@ def _check_recurrent(spec: MambaSpec, hash_tokens: int, vllm_config: "VllmConfig
     if spec.block_size != hash_tokens:
         raise ValueError(
             f"block hashes of {hash_tokens} tokens beside recurrent (Mamba, linear attention) "
-            f"blocks of {spec.block_size}: hits that end inside such a block are not supported yet; "
-            "allowed: one block size for all groups (leave --prefix-match-unit and "
+            f"blocks of {spec.block_size}: hits that end inside such a block are not supported "
+            "yet; allowed: one block size for all groups (leave --prefix-match-unit and "
             "--mamba-block-size unset). To have such hits use vLLM's own OffloadingConnector"
         )
 

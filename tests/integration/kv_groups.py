@@ -43,14 +43,31 @@ def mla() -> KVCacheSpec:
     )
 
 
-def mamba() -> KVCacheSpec:
-    return MambaSpec(block_size=BLOCK_TOKENS, shapes=((4, 4),), dtypes=(torch.float32,))
+def mamba(
+    mode: str = "align", *, block_tokens: int = BLOCK_TOKENS, checkpoints: bool = False
+) -> KVCacheSpec:
+    """One state a block; with ``checkpoints`` the model saves one inside a piece of a prompt."""
+    return MambaSpec(
+        block_size=block_tokens,
+        shapes=((4, 4),),
+        dtypes=(torch.float32,),
+        page_size_padded=full().page_size_bytes,
+        mamba_cache_mode=mode,
+        num_prefill_checkpoint_blocks=int(checkpoints),
+        prefill_checkpoint_alignment=1 if checkpoints else None,
+    )
 
 
 def grouped_config(
-    num_blocks: int, specs: list[KVCacheSpec], draft: set[int] | None = None
+    num_blocks: int,
+    specs: list[KVCacheSpec],
+    draft: set[int] | None = None,
+    retention: int | None = None,
 ) -> KVCacheConfig:
-    """One layer for each group; the groups named in ``draft`` belong to a draft model."""
+    """One layer for each group; the groups named in ``draft`` belong to a draft model.
+
+    ``retention``: vLLM keeps what windows and states hold every so many tokens; None: everywhere.
+    """
     groups, tensors = [], []
     for i, spec in enumerate(specs):
         layer = f"layer.{i}"
@@ -66,4 +83,4 @@ def grouped_config(
                 block_stride=page,
             )
         )
-    return KVCacheConfig(num_blocks, tensors, groups)
+    return KVCacheConfig(num_blocks, tensors, groups, prefix_cache_retention_interval=retention)

@@ -192,6 +192,8 @@ class Engine:
         self.async_scheduling = async_scheduling
         self.config.parallel_config.world_size = num_ranks
         self.kv_cache_config = kv_cache_config or full_attention_config(num_blocks, block_tokens)
+        if self.kv_cache_config.has_mamba_layers:
+            cache_config.mamba_cache_mode = "align"
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(block_tokens, sha256)
         kind = AsyncScheduler if async_scheduling else Scheduler

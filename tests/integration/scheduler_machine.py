@@ -1,5 +1,6 @@
 """The Hypothesis state machine of ``test_scheduler_machine``."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from kv_groups import full, grouped_config, window
 from kvferry.engine.types import JobId
 from real_scheduler import tokens
 from symbolic_ranks import BrokenInvariant, SymbolicEngine
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import Request, RequestStatus
 
 FAMILIES = [tokens(seed, 24) for seed in range(2)]
@@ -34,6 +36,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     connector: ClassVar[str]
     model: ClassVar[Path]
+    second_group: ClassVar[Callable[[], KVCacheSpec]] = staticmethod(lambda: window(8))
 
     @initialize(
         num_ranks=st.integers(1, 2),
@@ -41,7 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_slots=st.sampled_from([3, 5, 12]),
         num_blocks=st.sampled_from([11, 24]),
         max_batched_tokens=st.sampled_from([9, 64]),
-        has_window=st.booleans(),
+        has_second=st.booleans(),
     )
     def start(
         self,
@@ -50,10 +53,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_slots: int,
         num_blocks: int,
         max_batched_tokens: int,
-        has_window: bool,
+        has_second: bool,
     ) -> None:
-        """``has_window``: a second group, with a sliding window; twice as many blocks and slots."""
-        specs = [full(), window(8)] if has_window else [full()]
+        """``has_second``: ``second_group`` too, and twice as many blocks and slots."""
+        specs = [full(), self.second_group()] if has_second else [full()]
         num_blocks = num_blocks * len(specs)
         extra: dict[str, Any] = {"min_load_tokens": 0}
         if self.connector == "KVFerryOffloadingConnector":
@@ -246,9 +249,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.check_idle()
 
 
-def run_machine(model: Path, connector: str, num_runs: int, *phases: Phase) -> None:
-    """Seeded: the same runs each time (``derandomize``)."""
-    machine = type(connector, (SchedulerMachine,), {"connector": connector, "model": model})
+def run_machine(model: Path, connector: str, num_runs: int, *phases: Phase, **members: Any) -> None:
+    """Seeded: the same runs each time (``derandomize``). ``members`` replace the machine's own."""
+    members = {"connector": connector, "model": model, **members}
+    machine = type(connector, (SchedulerMachine,), members)
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -14,9 +14,11 @@ from typing import Any
 
 from kvferry.engine.geometry import GroupGeometry
 from kvferry.engine.messages import JobOrder, JobReport, StepOrders, StepReports
+from kvferry.engine.rules import GroupKind
 from kvferry.engine.types import NO_BLOCK, NO_JOB, Direction, JobId, Rank
 from kvferry.integration.vllm.metadata import OrdersMetadata, ReportsMetadata
 from real_scheduler import Engine
+from recurrent_states import RecurrentStates
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -51,7 +53,8 @@ class Prefixes:
 class SymbolicRanks:
     """Takes the place of ``FakeRanks``: each rank has its own memory and reports for itself."""
 
-    def __init__(self, num_ranks: int, block_tokens: int, num_groups: int) -> None:
+    def __init__(self, num_ranks: int, block_tokens: int, *, names_blocks: bool) -> None:
+        """``names_blocks``: of a load that failed vLLM is told the blocks, not the request."""
         self.num_ranks = num_ranks
         self.generation = 0
         self.open: dict[JobId, JobOrder] = {}
@@ -67,7 +70,7 @@ class SymbolicRanks:
         self.gpu: list[dict[int, list[Content]]] = [{} for _ in range(num_ranks)]
         self.host: list[dict[int, list[Content]]] = [{} for _ in range(num_ranks)]
         self._block_tokens = block_tokens
-        self._one_group = num_groups == 1
+        self._names_blocks = names_blocks
         self._due: list[JobReport] = []
         self._finished: set[str] = set()
         self._failed: set[str] = set()
@@ -100,8 +103,8 @@ class SymbolicRanks:
         self._sealed.append(
             KVConnectorOutput(
                 finished_recving=finished or None,
-                invalid_block_ids=blocks if self._one_group else set(),
-                failed_recving=set() if self._one_group else failed,
+                invalid_block_ids=blocks if self._names_blocks else set(),
+                failed_recving=set() if self._names_blocks else failed,
                 kv_connector_worker_meta=ReportsMetadata(StepReports(tuple(due))) if due else None,
             )
         )
@@ -232,8 +235,11 @@ class SymbolicEngine(Engine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.groups: tuple[GroupGeometry, ...] = self.manager.core.groups
-        self.ranks = SymbolicRanks(self.ranks.num_ranks, self.block_tokens, len(self.groups))
+        self.ranks = SymbolicRanks(
+            self.ranks.num_ranks, self.block_tokens, names_blocks=self.connector._names_blocks
+        )
         self.prefixes = Prefixes()
+        self._states = RecurrentStates(self)
         self._hashing: list[Request] = []
         """Requests whose block hashes may still grow."""
         self.chunk_nodes: dict[bytes, list[int]] = {}
@@ -280,23 +286,30 @@ class SymbolicEngine(Engine):
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        self._states.forget(output)
         rows = []
         for req_id, num_scheduled in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[req_id]
             nodes = self.nodes_of(request, starts[req_id] + num_scheduled)
             tables = self.scheduler.kv_cache_manager.get_block_ids(req_id)
             rows.append((req_id, starts[req_id], nodes, tables))
+        self._states.advance(rows)
         for req_id, start, nodes, tables in rows:  # all write before any attends
-            for geometry in self.groups:
+            for geometry in self._with_tokens:
                 table, size = tables[geometry.group], geometry.block_tokens
                 self.ranks.about_to_write(table[start // size : -(-len(nodes) // size)], by=req_id)
                 for p in range(start, len(nodes)):
                     self.ranks.write(geometry.group, table[p // size], p % size, nodes[p])
         for req_id, start, nodes, tables in rows:
-            for geometry in self.groups:
+            for geometry in self._with_tokens:
                 table, size = tables[geometry.group], geometry.block_tokens
                 for p in range(geometry.rule.needed_from(start), start):
                     self.ranks.read(geometry.group, table[p // size], p % size, nodes[p], req_id)
+
+    @property
+    def _with_tokens(self) -> list[GroupGeometry]:
+        """The groups whose blocks hold something of each of their tokens."""
+        return [one for one in self.groups if one.rule.kind is not GroupKind.RECURRENT]
 
     def nodes_of(self, request: Request, num_tokens: int) -> list[int]:
         """The nodes of a request's first tokens; what is not sampled yet is known all the same."""
@@ -318,8 +331,10 @@ class SymbolicEngine(Engine):
                 if self.ranks.writer.get(slot) in self.ranks.stale_jobs:
                     raise BrokenInvariant(f"I6: slot {slot} was stored before a reset")
                 right = self.chunk_nodes[key][-geometry.chunk_tokens :]
+                if geometry not in self._with_tokens:
+                    right = right[-1:]  # one state, of all that came before
                 for rank, host in enumerate(self.ranks.host):
-                    found = host.get(slot) or [(-1, -1, -1)]
+                    found = (host.get(slot) or [(-1, -1, -1)])[-len(right) :]
                     if [content and content[:2] for content in found] != [
                         (group, node) for node in right
                     ]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kv_groups import BLOCK_TOKENS, full, grouped_config, local, mamba, mla, window
+from kv_groups import BLOCK_TOKENS, full, grouped_config, local, mla, window
 from kvferry.engine.types import Direction
 from kvferry.integration.vllm.metadata import RankCapacity
 from real_scheduler import tokens
@@ -34,6 +34,7 @@ def make(
     draft: set[int] | None = None,
     num_blocks: int = 120,
     num_slots: int = 200,
+    retention: int | None = None,
     extra: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> SymbolicEngine:
@@ -42,7 +43,7 @@ def make(
         connector="KVFerryOffloadingConnector",
         num_blocks=num_blocks,
         num_slots=num_slots,
-        kv_cache_config=grouped_config(num_blocks, specs, draft),
+        kv_cache_config=grouped_config(num_blocks, specs, draft, retention),
         extra_config={"min_load_tokens": 0, "offload_prompt_only": False, **(extra or {})},
         **kwargs,
     )
@@ -266,11 +267,6 @@ def test_offload_prompt_only_leaves_out_what_is_sampled(make_engine: MakeEngine)
     run(engine)
     whole = [*prompt, *[engine.sampled_token] * 7]
     assert readable(engine, 0, whole) == readable(engine, 1, whole) == [0, 1]
-
-
-def test_a_recurrent_group_is_refused_by_name(make_engine: MakeEngine) -> None:
-    with pytest.raises(ValueError, match=r"MambaSpec.*OffloadingConnector"):
-        make_engine([full(), mamba()])
 
 
 def test_s13_ranks_with_bytes_for_different_numbers_of_slots_use_the_least(

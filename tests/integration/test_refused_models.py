@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from kv_groups import BLOCK_TOKENS, full, grouped_config, mamba, window
+from kvferry.integration.vllm import support
+from kvferry.integration.vllm.config import OffloadingOptions
 from real_scheduler import Engine
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
@@ -26,7 +28,6 @@ SHAPE: dict[str, Any] = {
 }
 
 REFUSED: dict[str, KVCacheSpec] = {
-    "MambaSpec": mamba(),
     "CrossAttentionSpec": CrossAttentionSpec(**SHAPE),
     "SinkFullAttentionSpec": SinkFullAttentionSpec(**SHAPE, sink_len=4),
     "CircularBufferSpec": CircularBufferSpec(**SHAPE),  # no prefix cache serves it
@@ -67,9 +68,33 @@ def test_a_group_of_several_kinds_is_named(model_config_dir: Path, connector: st
 
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_context_parallelism_is_named(model_config_dir: Path, name: str) -> None:
-    from kvferry.integration.vllm import support
-
     engine = Engine(model_config_dir)
     setattr(engine.config.parallel_config, name, 2)
     with pytest.raises(ValueError, match=f"{name}=2: context parallelism .*allowed: 1"):
         support.check_config(engine.config)
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("mode", ["none", "all"])
+@pytest.mark.parametrize("beside", [True, False])
+def test_states_that_are_not_aligned_are_named(
+    model_config_dir: Path, connector: str, mode: str, beside: bool
+) -> None:
+    specs = [full(), mamba(mode)] if beside else [mamba(mode)]
+    with pytest.raises(ValueError, match=f"mamba_cache_mode='{mode}': .*allowed: 'align'"):
+        start(model_config_dir, connector, grouped_config(24, specs))
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_hits_inside_blocks_of_states_are_named(model_config_dir: Path, connector: str) -> None:
+    config = grouped_config(24, [full(), mamba(block_tokens=8)])
+    with pytest.raises(ValueError, match=r"hashes of 4 .* blocks of 8: .*OffloadingConnector"):
+        start(model_config_dir, connector, config)
+
+
+def test_speculative_decoding_beside_states_is_named(model_config_dir: Path) -> None:
+    engine = start(model_config_dir, CONNECTORS[1], grouped_config(24, [full(), mamba()]))
+    engine.config.speculative_config = object()  # type: ignore[assignment]
+    groups, options = engine.kv_cache_config, OffloadingOptions()
+    with pytest.raises(ValueError, match=r"speculative decoding .*OffloadingConnector"):
+        support.groups_from(groups, engine.config, options)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .geometry import GroupGeometry
+from .rules import GroupKind
 from .types import RequestId
 
 
@@ -84,6 +85,9 @@ def _most_blocks(geometry: GroupGeometry, num_tokens: int, step_tokens: int) -> 
     ``step_tokens`` of it are in flight."""
     num_blocks = -(-num_tokens // geometry.block_tokens)
     window = geometry.rule.window_tokens
+    if geometry.rule.kind is GroupKind.RECURRENT:
+        # A state to go on from and a checkpoint; the states in between are given back.
+        window = 2 * geometry.block_tokens
     if window is None:
         return num_blocks
     in_reach = window + geometry.rule.retained_tokens + step_tokens

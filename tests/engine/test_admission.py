@@ -8,11 +8,20 @@ from kvferry.engine.types import GroupId, RequestId
 FULL = GroupGeometry(GroupRule(GroupId(0), GroupKind.FULL, 4), 4, 4)
 WINDOW = GroupGeometry(GroupRule(GroupId(1), GroupKind.WINDOW, 4, window_tokens=8), 4, 4)
 
+RECURRENT = GroupGeometry(GroupRule(GroupId(1), GroupKind.RECURRENT, 4), 4, 4)
+
 
 def test_a_claim_is_what_is_held_and_what_is_needed_at_most() -> None:
     admission = LoadAdmission([FULL, WINDOW], GpuPool(100, step_tokens=16))
     # Full: 5 of 13 blocks. Window: 8 tokens may lie in 3 blocks, 8 + 16 in 7.
     assert admission.claim(49, 20) == Claim(5 + 3, 13 + 7)
+
+
+def test_a_recurrent_group_holds_few_states_however_long_the_request() -> None:
+    """One that is loaded; with 16 tokens in flight a few that are not given back yet."""
+    admission = LoadAdmission([RECURRENT], GpuPool(100, step_tokens=16))
+    assert admission.claim(4000, 3996) == Claim(3, 7)
+    assert admission.claim(6, 4) == Claim(1, 2)
 
 
 def test_a_short_request_claims_no_more_than_it_has() -> None:

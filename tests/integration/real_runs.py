@@ -2,14 +2,16 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from real_scheduler import Engine
 from tiny_models import TinyEngine, tiny_engine
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.kv_cache_interface import MambaSpec
 
 MAX_MODEL_LEN = 512
 
@@ -31,6 +33,7 @@ PRESSURES = {
     "mistral": Pressure(num_blocks=18, num_slots=120),
     "gemma3": Pressure(num_blocks=56, num_slots=400),
     "gpt_oss": Pressure(num_blocks=40, num_slots=200),
+    "granite": Pressure(num_blocks=24, num_slots=80),
 }
 """By the number of groups, and of blocks that a window leaves."""
 
@@ -50,6 +53,21 @@ def put_async_scheduling_back(monkeypatch: pytest.MonkeyPatch) -> None:
         config.scheduler_config.async_scheduling = True
 
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(updated))
+
+
+def cut_pieces_at_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's CPU build cannot save a state of Mamba-2 inside a piece of a prompt: it fails with an
+    IndexError, also without a connector. It cuts the pieces where it wants a state instead, as for
+    the kinds of layers that can save none inside; ``test_recurrent_scheduler`` has both ways.
+    """
+    right = MambaMixer2.get_kv_cache_spec
+
+    def get_kv_cache_spec(self: MambaMixer2, vllm_config: Any) -> MambaSpec:
+        spec = right(self, vllm_config)
+        assert isinstance(spec, MambaSpec)
+        return replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
+
+    monkeypatch.setattr(MambaMixer2, "get_kv_cache_spec", get_kv_cache_spec)
 
 
 @dataclass

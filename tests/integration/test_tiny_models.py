@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from real_runs import cut_pieces_at_states
 from tiny_models import CONFIGS, build_model, shared_prefix_prompts, tiny_engine
 
 GROUPS = {
@@ -12,6 +13,7 @@ GROUPS = {
     "gemma3": ["SlidingWindowSpec", "SlidingWindowSpec", "FullAttentionSpec"],
     "gpt_oss": ["SlidingWindowSpec", "FullAttentionSpec"],
     "mla": ["MLAAttentionSpec"],
+    "granite": ["MambaSpec", "FullAttentionSpec"],
 }
 
 
@@ -29,8 +31,9 @@ def test_weights_are_the_same_every_time(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama"])
-def test_groups_and_tokens(name: str, tmp_path: Path) -> None:
+def test_groups_and_tokens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers differ from prompt to prompt: a model that always says the same proves nothing."""
+    cut_pieces_at_states(monkeypatch)
     prompts = shared_prefix_prompts(3, 4)
     with tiny_engine(build_model(name, tmp_path), connector=None, num_blocks=200) as engine:
         groups = engine.scheduler.kv_cache_config.kv_cache_groups

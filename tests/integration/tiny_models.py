@@ -85,6 +85,24 @@ def _mla() -> transformers.PretrainedConfig:
     )
 
 
+def _granite() -> transformers.PretrainedConfig:
+    """Mamba-2 and full attention in turn: a group of states and one of attention. vLLM makes their
+    blocks 64 tokens long, so that the pages are of one size."""
+    return transformers.GraniteMoeHybridConfig(
+        **_COMMON,
+        layer_types=["mamba", "attention"] * 2,
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_n_groups=1,
+        mamba_d_state=16,
+        mamba_expand=2,
+        mamba_chunk_size=32,
+        num_local_experts=0,
+        shared_intermediate_size=256,
+        position_embedding_type="rope",
+    )
+
+
 def _kinds(letters: str) -> list[str]:
     return [{"s": "sliding_attention", "f": "full_attention"}[letter] for letter in letters]
 
@@ -95,6 +113,7 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gemma3": _gemma3,
     "gpt_oss": _gpt_oss,
     "mla": _mla,
+    "granite": _granite,
 }
 
 

@@ -1,0 +1,89 @@
+"""Tokens with and without kvferry on vLLM's real engine, for a model with Mamba-2 layers."""
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+from real_runs import (
+    CONNECTORS,
+    count_host_tokens,
+    cut_pieces_at_states,
+    pressed_engine,
+    put_async_scheduling_back,
+    without_kvferry,
+)
+from tiny_models import build_model, shared_prefix_prompts, tiny_engine
+from vllm.v1.kv_cache_interface import MambaSpec
+
+SEED = 22
+IS_SLOW = os.environ.get("KVFERRY_SLOW") == "1"
+NUM_REQUESTS = 200 if IS_SLOW else 60
+MAX_TOKENS = 24
+LEAST_SHARE = 0.3
+"""Of the prompt tokens, from the host: with less the comparison would say little."""
+
+RUNS = (
+    list(itertools.product(CONNECTORS, ("sync", "async"))) if IS_SLOW else [("offloading", "async")]
+)
+
+
+@pytest.fixture(autouse=True)
+def _pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_pieces_at_states(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    print(f"seed {SEED}")
+    return shared_prefix_prompts(SEED, NUM_REQUESTS)
+
+
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model("granite", tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize(("connector", "scheduling"), RUNS)
+def test_tokens_are_equal_under_pressure(
+    granite: Path,
+    prompts: list[list[int]],
+    connector: str,
+    scheduling: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = without_kvferry(granite, prompts, MAX_TOKENS)
+    if scheduling == "async":
+        put_async_scheduling_back(monkeypatch)
+    with pressed_engine(granite, connector) as engine:
+        from_host = count_host_tokens(engine)
+        answers = engine.generate(prompts, max_tokens=MAX_TOKENS)
+        engine.check_idle()
+        snapshot, num_preemptions = engine.connector.snapshot(), engine.num_preemptions
+    assert [answer.token_ids for answer in answers] == expected
+    share = from_host.total / sum(map(len, prompts))
+    print(f"{share:.0%} from the host, {num_preemptions} preemptions, {snapshot}")
+    assert share >= LEAST_SHARE
+    assert snapshot["failed_jobs"] == 0
+    assert snapshot["evicted_chunks"] > 0
+    assert num_preemptions > 0
+
+
+def test_a_corrupted_state_changes_tokens(granite: Path, prompts: list[list[int]]) -> None:
+    """The comparison above is able to fail on the states alone."""
+    prompt = max(prompts, key=len)
+    with tiny_engine(
+        granite, connector="KVFerryOffloadingConnector", extra_config={"integrity": "off"}
+    ) as engine:
+        (right,) = engine.generate([prompt], max_tokens=16)
+        engine.drain()
+        arena = engine.worker._worker._engine._arena
+        stride = arena.slot_stride_bytes
+        groups = engine.scheduler.kv_cache_config.kv_cache_groups
+        (group,) = [i for i, one in enumerate(groups) if isinstance(one.kv_cache_spec, MambaSpec)]
+        (slot,) = engine.connector._manager.core.ledger._readable[group].values()
+        arena.slots[slot * stride + 3 : (slot + 1) * stride : 4] ^= 0x40  # every float's exponent
+        engine.scheduler.reset_prefix_cache()
+        (wrong,) = engine.generate([prompt], max_tokens=16)
+        assert wrong.num_cached_tokens > 0
+    assert wrong.token_ids != right.token_ids

@@ -66,7 +66,7 @@ class SchedulingCore:
         )
         self._recovery = Recovery()
         self._admission = LoadAdmission(self.groups, gpu_pool or GpuPool())
-        self._load_started: dict[JobId, tuple[int, float]] = {}
+        self._load_tokens: dict[JobId, int] = {}
         self._steps = StepClock()
         self._clock = clock
         self._requests: dict[RequestId, TrackedRequest] = {}
@@ -185,7 +185,7 @@ class SchedulingCore:
         leases = tuple(self.ledger.pin(part.geometry.group, part.keys) for part in parts)
         blocks = [block for part in parts for block in part.blocks]
         job_id = self.jobs.start(Direction.LOAD, leases, request_id, blocks)
-        self._load_started[job_id] = num_tokens, self._clock()
+        self._load_tokens[job_id] = num_tokens
         self._matcher.load_began((lease.group, key) for lease in leases for key in lease.keys)
         self._loads.append(order_of(job_id, Direction.LOAD, leases, parts, request_id))
 
@@ -276,9 +276,9 @@ class SchedulingCore:
             ended.append(end)
             if end.direction is Direction.LOAD:
                 self._matcher.load_ended((group, key) for group, keys in end.chunks for key in keys)
-                num_tokens, started_s = self._load_started.pop(end.job_id)
+                num_tokens = self._load_tokens.pop(end.job_id)
                 if end.error is None:
-                    self._worth.saw_load(num_tokens, self._clock() - started_s)
+                    self._worth.saw_load(num_tokens, end.seconds)
                 elif end.request_id in self._requests:
                     self._recovery.failed(end.request_id)
             if end.error is not None:

@@ -27,7 +27,8 @@ class Ended:
     """A job that every rank has answered. ``error`` is the first failure reported, else None.
 
     ``settled`` is False when a rank gave up while its device may still touch the job's bytes.
-    ``chunks`` are the keys that its leases hold or held, by group.
+    ``chunks`` are the keys that its leases hold or held, by group. ``seconds`` is what the transfer
+    took on its device, on the rank where it took longest.
     """
 
     job_id: JobId
@@ -36,6 +37,7 @@ class Ended:
     error: str | None
     settled: bool
     chunks: tuple[tuple[GroupId, tuple[Key, ...]], ...]
+    seconds: float = 0.0
 
     @property
     def num_chunks(self) -> int:
@@ -51,6 +53,7 @@ class _Job:
     unanswered: set[Rank]
     unsettled: set[Rank]
     error: str | None = field(default=None)
+    seconds: float = 0.0
 
 
 class Jobs:
@@ -115,6 +118,7 @@ class Jobs:
             return None
         if report.error is not None or not report.settled:
             self._fail(job, report)
+        job.seconds = max(job.seconds, report.seconds)
         job.unanswered.discard(report.rank)
         if settles:
             job.unsettled.discard(report.rank)
@@ -180,7 +184,15 @@ class Jobs:
             else:
                 del self._loads[job.request_id]
         chunks = tuple((lease.group, lease.keys) for lease in job.leases)
-        return Ended(job_id, job.direction, job.request_id, job.error, not job.unsettled, chunks)
+        return Ended(
+            job_id,
+            job.direction,
+            job.request_id,
+            job.error,
+            not job.unsettled,
+            chunks,
+            job.seconds,
+        )
 
     def _settle(self, job_id: JobId, job: _Job) -> None:
         for lease in job.leases:

@@ -1,10 +1,13 @@
 """Whether loading a hit is faster than computing its tokens again.
 
-Both times are taken as the engine sees them: a load from the step that orders it to the step that
-reports it, a prefill as the tokens that a step computed over the time it took. A load of ``n``
-tokens is predicted to take ``n`` times the median time of a token in the last loads, and no less
-than the shortest of them; computing them, ``n`` over the prefill rate of the faster recent steps.
-Nothing is declined before both have been seen.
+A load takes what its transfer took on the device (on the rank where it took longest); a prefill, as
+the engine sees it, the tokens that a step computed over the time of the step. That a load is
+noticed only when the step beside it has ended is not counted against it: the time of that step is
+others' work, which computing the tokens would have made longer.
+
+A load of ``n`` tokens is predicted to take ``n`` times the median time of a token in the last
+loads, and no less than the shortest of them; computing them, ``n`` over the prefill rate of the
+faster recent steps. Nothing is declined before both have been seen.
 """
 
 import statistics
@@ -26,7 +29,7 @@ class LoadWorth:
         self._prefill_rates: deque[float] = deque(maxlen=WINDOW)
 
     def saw_load(self, num_tokens: int, seconds: float) -> None:
-        """A load of ``num_tokens`` took this long, from order to report."""
+        """A load of ``num_tokens`` took this long on its device."""
         if num_tokens > 0 and seconds > 0:
             self._loads.append((num_tokens, seconds))
 

@@ -96,11 +96,15 @@ class FakeRanks:
             if job_id in self.open and self.open[job_id].direction is Direction.STORE:
                 self.complete(job_id)
 
-    def complete(self, job_id: JobId, *, error: str | None = None, off: bool = False) -> None:
-        """Every rank reports the job; it is settled."""
+    def complete(
+        self, job_id: JobId, *, error: str | None = None, off: bool = False, seconds: float = 0.0
+    ) -> None:
+        """Every rank reports the job; it is settled. It took rank ``n`` ``seconds / (n + 1)``."""
         order = self.open.pop(job_id)
         for rank in range(self.num_ranks):
-            self._due.append(JobReport(job_id, Rank(rank), order.direction, error, off=off))
+            took_s = seconds / (rank + 1)
+            report = JobReport(job_id, Rank(rank), order.direction, error, off=off, seconds=took_s)
+            self._due.append(report)
         if order.direction is Direction.LOAD:
             assert order.request_id is not None
             self._finished.add(order.request_id)

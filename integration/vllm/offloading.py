@@ -27,8 +27,7 @@ class OffloadingManager(OffloadManager):
 
 
 class KVFerryOffloadingConnector(OffloadConnectorBase):
-    """The general connector: every model that vLLM serves with prefix caching, but for recurrent
-    groups."""
+    """The general connector: every model that vLLM serves with prefix caching."""
 
     manager_type = OffloadingManager
     options_type = OffloadingOptions

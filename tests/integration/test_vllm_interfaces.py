@@ -76,6 +76,12 @@ READ = {
         "kv_cache_groups",
         "kv_cache_tensors",
         "transfer_group_ids",
+        "has_mamba_layers",
+    },
+    ("vllm.v1.kv_cache_interface", "MambaSpec"): {"mamba_cache_mode"},
+    ("vllm.v1.core.sched.output", "KVConnectorBlockState"): {
+        "get_block_ids",
+        "boundary_state_offloads",
     },
     ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec"): {
         "layer_names",

@@ -18,7 +18,8 @@ from ..demo.model import demo_model, given_model
 from .bench_result import Progress, Result
 from .plan_units import parse_size
 from .serve_client import Played, Wave
-from .serve_figures import Asked, Run, result_of
+from .serve_figures import Asked, Run
+from .serve_result import result_of
 from .serve_sides import GPU_SHARE, PLAIN, QUICK_SIDES, SIDES, Side, running
 from .serve_workload import (
     BLOCK_TOKENS,

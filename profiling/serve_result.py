@@ -163,9 +163,7 @@ def _plots(sides: Sequence[Figures]) -> list[Plot]:
             "side",
             "prompt tokens, %",
             [
-                Series(
-                    source, labels, [share_of(sources_of(side)[place][1], side) for side in sides]
-                )
+                Series(source, labels, [shares[place] for shares in all_shares])
                 for place, (source, _) in enumerate(sources_of(sides[0]))
             ],
             kind="bar",

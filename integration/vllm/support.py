@@ -129,14 +129,13 @@ def writes_before_flush(kv_cache_config: "KVCacheConfig", vllm_config: "VllmConf
 
     The second model runner (0.32, 0.33) zeroes blocks and copies partial ones, and recurrent states
     to the next block, before it calls ``handle_preemptions``, the first one after that. It zeroes
-    for caches of mixed precision, and copies blocks where a hit may end inside one, which takes
-    several groups.
+    for caches of mixed precision and beside recurrent groups, and copies blocks where a hit may end
+    inside one, which takes several groups.
     """
     if not vllm_config.use_v2_model_runner:
         return False
     several = len(kv_cache_config.kv_cache_groups) > 1
-    recurrent = kv_cache_config.has_mamba_layers
-    return bool(kv_cache_config.needs_kv_cache_zeroing) or several or recurrent
+    return bool(kv_cache_config.needs_kv_cache_zeroing) or several
 
 
 def gpu_pool_of(kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig") -> GpuPool:

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 from real_runs import (
     CONNECTORS,
+    PRESSURES,
     count_host_tokens,
     cut_pieces_at_states,
     pressed_engine,
     put_async_scheduling_back,
     without_kvferry,
 )
+from test_spec_engine import under_spec
 from tiny_models import build_model, shared_prefix_prompts, tiny_engine
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -67,6 +69,17 @@ def test_tokens_are_equal_under_pressure(
     assert snapshot["failed_jobs"] == 0
     assert snapshot["evicted_chunks"] > 0
     assert num_preemptions > 0
+
+
+@pytest.mark.skipif(not IS_SLOW, reason="takes half a minute: set KVFERRY_SLOW=1")
+def test_tokens_are_equal_with_the_spec(granite: Path, prompts: list[list[int]]) -> None:
+    """It is vLLM's own connector that decides there what is loaded and stored."""
+    expected = without_kvferry(granite, prompts, MAX_TOKENS)
+    with under_spec(granite, num_blocks=PRESSURES["granite"].num_blocks) as engine:
+        from_host = count_host_tokens(engine)
+        answers = engine.generate(prompts, max_tokens=MAX_TOKENS)
+    assert [answer.token_ids for answer in answers] == expected
+    assert from_host.total >= LEAST_SHARE * sum(map(len, prompts))
 
 
 def test_a_corrupted_state_changes_tokens(granite: Path, prompts: list[list[int]]) -> None:

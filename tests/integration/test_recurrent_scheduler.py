@@ -9,14 +9,15 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import Phase
-from kv_groups import full, mamba, window
+from kv_groups import full, grouped_config, mamba, window
 from kvferry.engine.rules import GroupKind, GroupRule
 from kvferry.engine.types import NO_BLOCK, BlockId
-from kvferry.integration.vllm import views
+from kvferry.integration.vllm import support, views
 from kvferry.integration.vllm.connector import OffloadConnectorBase
 from real_scheduler import tokens
 from scheduler_machine import run_machine
@@ -164,6 +165,16 @@ def test_a_failed_load_is_computed_from_the_beginning(make_engine: MakeEngine) -
         engine.ranks.report(job_id, 0, error="told to fail")
         run(engine)
         assert engine.snapshot()["failed_loads"] == 1
+
+
+@pytest.mark.parametrize(
+    ("specs", "right"), [([full()], False), ([mamba()], True)], ids=["attention", "states"]
+)
+def test_the_second_runner_copies_states_before_it_flushes(
+    specs: list[KVCacheSpec], right: bool
+) -> None:
+    runner: Any = SimpleNamespace(use_v2_model_runner=True)
+    assert support.writes_before_flush(grouped_config(8, specs), runner) is right
 
 
 def test_the_request_is_named_where_a_state_fails(make_engine: MakeEngine) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import Phase
 from kvferry.engine import core as core_module
+from kvferry.engine import storing as storing_module
 from kvferry.engine.core import SchedulingCore
 from kvferry.engine.jobs import Ended, Jobs
 from kvferry.engine.ledger import Ledger
@@ -82,14 +83,14 @@ def a_reset_forgets_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def stores_the_block_before(patch: pytest.MonkeyPatch) -> None:
-    right = core_module.sources
+    right = storing_module.sources
 
     def sources(*args: Any) -> dict[Key, Sequence[BlockId]]:
         geometry, keys, absent, table, first, boundary = args
         shifted = [*table[1:], *table[:1]]
         return right(geometry, keys, absent, shifted, first, boundary)
 
-    patch.setattr(core_module, "sources", sources)
+    patch.setattr(storing_module, "sources", sources)
 
 
 def loads_the_chunk_behind(patch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from ...engine.capacity import read_limits
 from ...engine.core import SchedulingCore
 from ...engine.geometry import GroupGeometry
 from ...engine.messages import StepOrders, StepReports
+from ...engine.rules import GroupKind
 from ...engine.types import Rank
 from . import support
 from .caches import layout_from
@@ -341,7 +342,8 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
 
         With one group vLLM takes the blocks that failed (``get_block_ids_with_load_errors``) and
         computes only those; with several their ids would be ambiguous, so the request is named. So
-        it is with a recurrent group: before the block that failed there is no state to go on from.
+        it is with a recurrent group or a window: what computing would go on from in front of the
+        block that failed, a state or the window before it, was not loaded.
         """
         if self._worker is None:
             return KVConnectorTransferResults()
@@ -361,8 +363,7 @@ class OffloadConnectorBase(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _names_blocks(self) -> bool:
-        config = self._kv_cache_config
-        return len(config.kv_cache_groups) == 1 and not config.has_mamba_layers
+        return [geometry.rule.kind for geometry in self._groups] == [GroupKind.FULL]
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self._worker is None:

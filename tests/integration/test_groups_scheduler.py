@@ -201,6 +201,27 @@ def test_requests_that_load_do_not_take_from_each_other_what_they_need_to_go_on(
     assert engine.snapshot()["hits"] == 2
 
 
+@pytest.mark.parametrize(
+    "spec", [full(), window(8), local(16), mla()], ids=lambda s: type(s).__name__
+)
+def test_where_a_load_fails_nothing_is_read_that_was_not_loaded(
+    make_engine: MakeEngine, spec: KVCacheSpec
+) -> None:
+    """vLLM would go on in front of the block that failed: of a window's blocks before it there are
+    none, since the hit did not need them."""
+    engine = make_engine([spec])
+    prompt = [*tokens(0, 28), 8]
+    engine.add("a", prompt)
+    run(engine)
+    engine.reset_gpu_cache()
+    engine.add("b", prompt, max_tokens=3)
+    engine.step()
+    (job_id,) = engine.ranks.open
+    engine.ranks.report(job_id, 0, error="told to fail")
+    run(engine)
+    assert engine.snapshot()["failed_loads"] == 1
+
+
 def test_a_windows_chunks_far_back_are_not_needed_for_a_hit(make_engine: MakeEngine) -> None:
     engine = make_engine([full(), window(8)])
     prompt = [*tokens(0, 40), 8]

@@ -88,5 +88,6 @@ def without_foreign(extra_config: Mapping[str, Any]) -> dict[str, Any]:
         elif foreign.treatment is Treatment.REFUSED:
             raise ValueError(f"kv_connector_extra_config: {name}={given!r}: {foreign.reason}")
         else:
-            logger.warning_once("kv_connector_extra_config: %s is ignored: %s", name, foreign.reason)
+            said = "kv_connector_extra_config: %s is ignored: %s"
+            logger.warning_once(said, name, foreign.reason)
     return own

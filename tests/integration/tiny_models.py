@@ -257,6 +257,9 @@ def tiny_engine(
         "seed": 0,
         **overrides,
     }
+    if model.name == "mla":
+        # With AMX vLLM takes another backend unless told, and that one takes no float32.
+        settings["attention_backend"] = "CPU_MLA"
     llm = LLM(model=str(model), num_gpu_blocks_override=num_blocks, **settings)
     try:
         yield TinyEngine(llm)

@@ -7,6 +7,9 @@ can be too low (the cap on what a request holds is compared with a block table t
 the blocks behind the window). Then the head waits for blocks that those behind it hold, for ever.
 (Seen: three groups, two with windows, a pool of 42 blocks.) So a request is asked to wait unless
 each of them could still have all that it needs, were nothing else running.
+
+One that waits is passed over by vLLM, not queued behind. Were those behind it let in meanwhile, a
+long one could wait for as long as short ones keep coming: so nobody overtakes it.
 """
 
 import math
@@ -49,6 +52,10 @@ class LoadAdmission:
         self._groups = groups
         self._pool = pool
         self._claims: dict[RequestId, Claim] = {}
+        self._next: RequestId | None = None
+        """Was asked to wait, and is to be let in before all others."""
+        self._is_next_here = False
+        """Whether it has asked again in the step being built."""
 
     def claim(self, num_tokens: int, loaded_tokens: int) -> Claim:
         """What a request of ``num_tokens`` claims when it starts with its first ``loaded_tokens``
@@ -62,18 +69,39 @@ class LoadAdmission:
             ),
         )
 
-    def allows(self, claim: Claim) -> bool:
-        """Whether every claim, this one too, could still be met. One alone is vLLM's to judge."""
+    def allows(self, request_id: RequestId, claim: Claim) -> bool:
+        """Whether every claim, this one too, could still be met, and nobody waits before it.
+
+        One alone is vLLM's to judge.
+        """
         if not self._claims:
             return True
+        if self._next is None and not self._fits(claim):
+            self._next = request_id
+        if self._next is None:
+            return True
+        if self._next != request_id:
+            return False
+        self._is_next_here = True
+        return self._fits(claim)
+
+    def _fits(self, claim: Claim) -> bool:
         claims = [claim, *self._claims.values()]
         num_held = sum(one.num_held for one in claims)
         return num_held + max(one.num_needed - one.num_held for one in claims) <= (
             self._pool.num_blocks
         )
 
+    def step_built(self) -> None:
+        """The step being built is complete: who did not ask in it does not wait any more."""
+        if not self._is_next_here:
+            self._next = None
+        self._is_next_here = False
+
     def began(self, request_id: RequestId, claim: Claim) -> None:
         self._claims[request_id] = claim
+        if self._next == request_id:
+            self._next = None
 
     def over(self, request_id: RequestId) -> None:
         """It computes, holds no blocks any more, or has ended."""

@@ -125,7 +125,7 @@ class SchedulingCore:
         num_hit_tokens = self._matcher.match(request_id, request, num_tokens, wait=wait)
         if num_hit_tokens:
             request.claim = self._admission.claim(num_tokens, request.hit_tokens)
-            if not self._admission.allows(request.claim):
+            if not self._admission.allows(request_id, request.claim):
                 self._matcher.counts["waits"] += 1
                 return None
         return num_hit_tokens
@@ -261,6 +261,7 @@ class SchedulingCore:
         )
         self._prior_stores, self._stores, self._loads = [], [], []
         self._allocated = set()
+        self._admission.step_built()
         self.ledger.forget_evicted()
         return orders
 

@@ -7,8 +7,8 @@ from kvferry.engine.types import GroupId, RequestId
 
 FULL = GroupGeometry(GroupRule(GroupId(0), GroupKind.FULL, 4), 4, 4)
 WINDOW = GroupGeometry(GroupRule(GroupId(1), GroupKind.WINDOW, 4, window_tokens=8), 4, 4)
-
 RECURRENT = GroupGeometry(GroupRule(GroupId(1), GroupKind.RECURRENT, 4), 4, 4)
+A, B, C = map(RequestId, "abc")
 
 
 def test_a_claim_is_what_is_held_and_what_is_needed_at_most() -> None:
@@ -30,25 +30,49 @@ def test_a_short_request_claims_no_more_than_it_has() -> None:
 
 
 def test_one_alone_is_allowed_whatever_it_claims() -> None:
-    assert LoadAdmission([FULL], GpuPool(2)).allows(Claim(1, 3))
+    assert LoadAdmission([FULL], GpuPool(2)).allows(A, Claim(1, 3))
 
 
 def test_another_is_allowed_while_each_could_have_all_it_needs() -> None:
     admission = LoadAdmission([FULL], GpuPool(20))
-    admission.began(RequestId("a"), Claim(5, 13))
-    assert admission.allows(Claim(7, 8))  # 5 + 7 are held, and 8 more needed at most
-    assert not admission.allows(Claim(8, 8))
-    assert not admission.allows(Claim(5, 16))
+    admission.began(A, Claim(5, 13))
+    assert admission.allows(B, Claim(7, 8))  # 5 + 7 are held, and 8 more needed at most
+    assert not admission.allows(B, Claim(8, 8))
+    assert not admission.allows(B, Claim(5, 16))
 
 
 def test_what_is_over_claims_nothing() -> None:
     admission = LoadAdmission([FULL], GpuPool(20))
-    admission.began(RequestId("a"), Claim(5, 13))
-    admission.over(RequestId("a"))
-    assert admission.allows(Claim(19, 25))
+    admission.began(A, Claim(5, 13))
+    admission.over(A)
+    assert admission.allows(B, Claim(19, 25))
 
 
 def test_without_a_pool_everything_is_allowed() -> None:
     admission = LoadAdmission([FULL], GpuPool())
-    admission.began(RequestId("a"), Claim(1 << 40, 1 << 50))
-    assert admission.allows(Claim(1 << 40, 1 << 50))
+    admission.began(A, Claim(1 << 40, 1 << 50))
+    assert admission.allows(B, Claim(1 << 40, 1 << 50))
+
+
+def test_nobody_overtakes_one_that_waits() -> None:
+    admission = LoadAdmission([FULL], GpuPool(20))
+    admission.began(A, Claim(5, 6))
+    assert not admission.allows(B, Claim(16, 17))
+    admission.step_built()
+    assert not admission.allows(C, Claim(1, 2))
+    assert not admission.allows(B, Claim(16, 17))
+    admission.over(A)
+    assert admission.allows(B, Claim(16, 17))
+    admission.began(B, Claim(16, 17))
+    assert admission.allows(C, Claim(1, 2))
+
+
+def test_who_does_not_ask_again_holds_nobody_up() -> None:
+    """It was aborted, or its hit is gone, or the scheduler does not come to it."""
+    admission = LoadAdmission([FULL], GpuPool(20))
+    admission.began(A, Claim(5, 6))
+    assert not admission.allows(B, Claim(16, 17))
+    admission.step_built()
+    assert not admission.allows(C, Claim(1, 2))
+    admission.step_built()
+    assert admission.allows(C, Claim(1, 2))

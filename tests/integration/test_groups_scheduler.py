@@ -5,6 +5,7 @@ in each group, and what the host says it has must be what its key says.
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from kv_groups import BLOCK_TOKENS, full, grouped_config, local, mla, window
-from kvferry.engine.types import Direction
+from kvferry.engine.types import Direction, JobId
 from kvferry.integration.vllm.metadata import RankCapacity
 from real_scheduler import tokens
 from symbolic_ranks import SymbolicEngine
@@ -220,6 +221,41 @@ def test_where_a_load_fails_nothing_is_read_that_was_not_loaded(
     engine.ranks.report(job_id, 0, error="told to fail")
     run(engine)
     assert engine.snapshot()["failed_loads"] == 1
+
+
+@pytest.mark.parametrize("connector", ["KVFerryOffloadingConnector", "KVFerrySimpleConnector"])
+def test_a_long_load_is_not_overtaken_by_short_ones_for_ever(
+    model_config_dir: Path, connector: str
+) -> None:
+    """A short one comes with every step, and each loads for three: there is always one under way,
+    and beside it the long one does not fit."""
+    num_blocks = 46
+    engine = SymbolicEngine(
+        model_config_dir,
+        connector=connector,
+        num_blocks=num_blocks,
+        num_slots=200,
+        kv_cache_config=grouped_config(num_blocks, [full()]),
+        extra_config={"min_load_tokens": 0},
+    )
+    long, *short = [[*tokens(i, 40 if i else 100), 8] for i in range(6)]
+    for i, prompt in enumerate([long, *short]):
+        engine.add(f"before {i}", prompt)
+        run(engine)
+    engine.reset_gpu_cache()
+    ages: Counter[JobId] = Counter()
+    for i in range(40):
+        engine.add(f"short {i}", short[i % len(short)])
+        if i == 3:
+            engine.add("long", long)
+        engine.step()
+        engine.scheduler.reset_prefix_cache()  # what comes again loads again
+        ages.update(engine.ranks.open)
+        for job_id, order in list(engine.ranks.open.items()):
+            if order.direction is Direction.STORE or ages[job_id] == 3:
+                engine.ranks.report(job_id, 0)
+    assert "long" not in engine.scheduler.requests
+    run(engine)
 
 
 def test_a_windows_chunks_far_back_are_not_needed_for_a_hit(make_engine: MakeEngine) -> None:

@@ -250,7 +250,7 @@ def test_a_long_load_is_not_overtaken_by_short_ones_for_ever(
             engine.add("long", long)
         engine.step()
         engine.scheduler.reset_prefix_cache()  # what comes again loads again
-        ages.update(engine.ranks.open)
+        ages.update(list(engine.ranks.open))
         for job_id, order in list(engine.ranks.open.items()):
             if order.direction is Direction.STORE or ages[job_id] == 3:
                 engine.ranks.report(job_id, 0)

@@ -150,6 +150,8 @@ class SchedulingCore:
             return
         if request.outcome != "hits" or num_external_tokens:
             self._counts[request.outcome] += 1
+        if request.outcome == "declined":
+            self._worth.saw_decline()
         request.outcome = ""
         request.stale |= self.fresh.begins_old(self.groups, tables, request.num_local_tokens)
         for geometry, table in zip(self.groups, tables, strict=True):

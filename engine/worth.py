@@ -8,6 +8,9 @@ others' work, which computing the tokens would have made longer.
 A load of ``n`` tokens is predicted to take ``n`` times the median time of a token in the last
 loads, and no less than the shortest of them; computing them, ``n`` over the prefill rate of the
 faster recent steps. Nothing is declined before both have been seen.
+
+A hit that is declined tells nothing of loads: one slow load, the first one say, would turn them off
+for good. So what was seen is forgotten as hits are declined, and in the end a hit is loaded again.
 """
 
 import statistics
@@ -19,6 +22,9 @@ MIN_STEP_TOKENS = 64
 WINDOW = 32
 """Samples of each kind that are remembered."""
 
+DECLINED_PER_LOAD = 16
+"""For so many hits that are declined, the oldest load is forgotten."""
+
 
 class LoadWorth:
     """Decides by ``min_tokens``, or by what has been measured where that is None."""
@@ -27,11 +33,18 @@ class LoadWorth:
         self._min_tokens = min_tokens
         self._loads: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._prefill_rates: deque[float] = deque(maxlen=WINDOW)
+        self._num_declined = 0
 
     def saw_load(self, num_tokens: int, seconds: float) -> None:
         """A load of ``num_tokens`` took this long on its device."""
         if num_tokens > 0 and seconds > 0:
             self._loads.append((num_tokens, seconds))
+
+    def saw_decline(self) -> None:
+        """A request goes on to compute a hit that was not worth a load."""
+        self._num_declined += 1
+        if self._num_declined % DECLINED_PER_LOAD == 0 and self._loads:
+            self._loads.popleft()
 
     def saw_step(self, num_tokens: int, seconds: float) -> None:
         """A step computed ``num_tokens`` in this time."""

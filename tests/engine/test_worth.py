@@ -1,7 +1,7 @@
 """Whether a load is made: by a number of tokens, or by what was measured."""
 
 import pytest
-from kvferry.engine.worth import WINDOW, LoadWorth, StepClock
+from kvferry.engine.worth import DECLINED_PER_LOAD, WINDOW, LoadWorth, StepClock
 
 
 def test_a_number_of_tokens_decides_alone() -> None:
@@ -50,6 +50,19 @@ def test_what_was_long_ago_is_forgotten() -> None:
     assert not worth.allows(1000)
     for _ in range(WINDOW):
         worth.saw_load(100, 0.01)
+    assert worth.allows(1000)
+
+
+def test_loads_that_were_slow_are_tried_again() -> None:
+    worth = LoadWorth(None)
+    worth.saw_step(1000, 1.0)
+    for _ in range(2):
+        worth.saw_load(100, 100.0)
+    for _ in range(2 * DECLINED_PER_LOAD):
+        assert not worth.allows(1000)
+        worth.saw_decline()
+    assert worth.allows(1000)
+    worth.saw_load(100, 0.01)
     assert worth.allows(1000)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from kvferry.engine.types import Direction
+from kvferry.engine.worth import DECLINED_PER_LOAD
 from real_scheduler import Engine, tokens
 
 PREFIX = 120
@@ -42,6 +43,22 @@ def test_a_hit_is_declined_when_loads_take_longer_than_computing(
     counts = engine.snapshot()
     assert (counts["hits"], counts["declined"]) == (2 - declined, declined)
     engine.check_idle()
+
+
+def test_one_slow_load_does_not_turn_loads_off_for_good(model_config_dir: Path) -> None:
+    engine = Engine(model_config_dir, num_slots=100)
+    prompt = tokens(0, PREFIX)
+    compute(engine, "cold", [*prompt, 8], step_s=1.0)
+    engine.run()
+    for i in range(2 * DECLINED_PER_LOAD):
+        engine.reset_gpu_cache()
+        engine.add(f"r{i}", [*prompt, 9])
+        engine.step()
+        for load in engine.ranks.of(Direction.LOAD):
+            engine.ranks.complete(load.job_id, seconds=0.01 if i else 5.0)
+        engine.run()
+    counts = engine.snapshot()
+    assert (counts["hits"], counts["declined"]) == (DECLINED_PER_LOAD, DECLINED_PER_LOAD)
 
 
 def compute(engine: Engine, request_id: str, prompt: list[int], *, step_s: float) -> None:

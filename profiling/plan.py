@@ -4,13 +4,21 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from .plan_groups import ITEM_BYTES, KV_LAYOUTS, Group, groups_of, layout_of
+from .plan_groups import (
+    ITEM_BYTES,
+    KV_LAYOUTS,
+    Group,
+    block_tokens_of,
+    groups_of,
+    layout_of,
+)
 from .plan_load import LINKS_BYTES_PER_S, OVERHEAD_S, LoadCost, Prompts, Row, parse_link
 from .plan_metrics import Server, is_address, read_server
-from .plan_model import Model, read_model
+from .plan_model import Layer, Model, read_model, served_dtype
+from .plan_recurrent import LayerState
 from .plan_units import parse_size
 
 EXIT_USAGE: Final = 2
@@ -21,7 +29,8 @@ LENGTHS: Final = tuple(1 << power for power in range(8, 18))
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What was asked for, with the server's answers filled in."""
+    """What was asked for, with the server's answers filled in. ``state_dtype`` is that of recurrent
+    heads' states, where it is not the model's own."""
 
     model: Model
     num_ranks: int
@@ -34,14 +43,17 @@ class Wanted:
     cost: LoadCost
     tokens_per_s: float | None
     lengths: tuple[int, ...]
+    state_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Sizes in bytes are of one rank, except ``host_bytes``, which all ranks share.
 
-    ``bytes_per_token`` counts a token once in every layer. ``held_tokens`` is what fits when every
-    chunk of every group is stored, one slot each; of a window, kvferry keeps no more than that.
+    ``bytes_per_token`` and ``block_bytes`` count a token once in every layer with attention,
+    ``state_bytes`` one state of every recurrent layer. ``held_tokens`` is what fits when every
+    chunk of every group is stored, one slot each; of a window, kvferry keeps no more than that. Of
+    recurrent groups vLLM hands over few states: the fewer, the closer to ``most_held_tokens``.
     """
 
     model: str
@@ -51,6 +63,7 @@ class Plan:
     bytes_per_token: int
     block_tokens: int
     block_bytes: int
+    state_bytes: int
     chunk_tokens: int
     chunk_bytes: int
     slot_bytes: int
@@ -62,6 +75,7 @@ class Plan:
     host_bytes: int
     num_slots: int
     held_tokens: int
+    most_held_tokens: int
     link_bytes_per_s: float
     overhead_s: float
     prefill_tokens_per_s: float | None
@@ -76,25 +90,28 @@ def make_plan(wanted: Wanted) -> Plan:
             f"blocks of {wanted.block_tokens} tokens, {wanted.blocks_per_chunk} a chunk; allowed: "
             "at least 1 each"
         )
-    groups = groups_of(
-        wanted.model.layers, wanted.block_tokens, wanted.num_ranks, ITEM_BYTES[wanted.dtype]
-    )
+    layers = _with_state_dtype(wanted)
+    item_bytes = ITEM_BYTES[wanted.dtype]
+    block_tokens = block_tokens_of(layers, wanted.block_tokens, wanted.num_ranks, item_bytes)
+    groups = groups_of(layers, block_tokens, wanted.num_ranks, item_bytes)
     layout = layout_of(groups, wanted.blocks_per_chunk, wanted.kv_layout)
     bytes_per_slot = layout.bytes_per_slot(checksums=wanted.checksums)
     num_slots = wanted.host_bytes // wanted.num_ranks // bytes_per_slot
-    chunk_tokens = wanted.block_tokens * wanted.blocks_per_chunk
-    prompts = Prompts(groups, wanted.block_tokens, chunk_tokens, wanted.cost, wanted.tokens_per_s)
+    chunk_tokens = block_tokens * wanted.blocks_per_chunk
+    prompts = Prompts(groups, block_tokens, chunk_tokens, wanted.cost, wanted.tokens_per_s)
     rows = prompts.table(list(wanted.lengths), wanted.model.max_tokens)
     even = next((row.prompt_tokens for row in rows if row.is_break_even), None)
-    block_bytes = sum(group.block_bytes for group in groups)
+    attention = [group for group in groups if not group.is_recurrent]
+    block_bytes = sum(group.block_bytes for group in attention)
     return Plan(
         wanted.model.name,
         wanted.dtype,
         wanted.num_ranks,
         groups,
-        block_bytes // wanted.block_tokens,
-        wanted.block_tokens,
+        block_bytes // block_tokens,
+        block_tokens,
         block_bytes,
+        sum(group.chunk_bytes(1) for group in groups if group.is_recurrent),
         chunk_tokens,
         block_bytes * wanted.blocks_per_chunk,
         layout.slot_stride_bytes,
@@ -106,11 +123,22 @@ def make_plan(wanted: Wanted) -> Plan:
         wanted.host_bytes,
         num_slots,
         num_slots // len(groups) * chunk_tokens,
+        num_slots // len(attention) * chunk_tokens,
         wanted.cost.bytes_per_s,
         wanted.cost.overhead_s,
         wanted.tokens_per_s,
         even,
         tuple(rows),
+    )
+
+
+def _with_state_dtype(wanted: Wanted) -> tuple[Layer, ...]:
+    """The model's layers, with the states' type that was asked for."""
+    if wanted.state_dtype is None:
+        return wanted.model.layers
+    return tuple(
+        replace(layer, head_dtype=wanted.state_dtype) if isinstance(layer, LayerState) else layer
+        for layer in wanted.model.layers
     )
 
 
@@ -160,7 +188,14 @@ def _wanted(options: argparse.Namespace) -> Wanted:
         LoadCost(cost.bytes_per_s, options.load_overhead_ms / 1e3),
         rate,
         tuple(options.lengths or [one for one in LENGTHS if one <= model.max_tokens]),
+        state_dtype(options.mamba_ssm_cache_dtype, server),
     )
+
+
+def state_dtype(asked: str, server: Server | None) -> str | None:
+    """The type of recurrent heads' states: asked for, else the server's; None for the model's."""
+    name = server.state_dtype if asked == "auto" and server else asked
+    return None if name in (None, "auto") else name
 
 
 def cache_dtype(asked: str, server: Server | None, model: Model) -> str:
@@ -170,7 +205,7 @@ def cache_dtype(asked: str, server: Server | None, model: Model) -> str:
         return asked
     name = server.cache_dtype if server and server.cache_dtype != "auto" else None
     if name is None:
-        name = "bfloat16" if model.dtype == "float32" else model.dtype
+        name = served_dtype(model.dtype)
     if name not in ITEM_BYTES:
         raise ValueError(f"a KV cache of {name}; allowed: {', '.join(ITEM_BYTES)} (--dtype)")
     return name
@@ -202,6 +237,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--metrics", metavar="URL", help="take block size and prefill rate from this server")
     add("--tp", type=_at_least(1), default=1, help="tensor parallel size (default 1)")
     add("--dtype", choices=["auto", *ITEM_BYTES], default="auto", help="the KV cache's elements")
+    add(
+        "--mamba-ssm-cache-dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="elements of recurrent heads' states, as vLLM's option (default: the model's own)",
+    )
     add("--block-size", type=_at_least(1), help=f"tokens of a GPU block (default {BLOCK_TOKENS})")
     add("--blocks-per-chunk", type=_at_least(1), default=1, help="blocks of a chunk (default 1)")
     add("--kv-layout", choices=KV_LAYOUTS, default="LBHNC", help="vLLM's layout (default LBHNC)")

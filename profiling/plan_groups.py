@@ -4,6 +4,9 @@ vLLM gives one block table to each group. Layers of one kind form one group. Whe
 several kinds, every group has the same number of layers (that of the rarest kind, or of the most
 frequent one where they are within half of each other), so that a block of any group takes the same
 GPU memory and the groups can share it; a kind with more layers is spread over several groups.
+
+Beside recurrent layers vLLM makes the blocks longer, until a layer's page of attention holds a
+state; the state's page is padded to that size. Only the state itself is copied.
 """
 
 from dataclasses import dataclass
@@ -13,7 +16,8 @@ from ..engine.layout import GroupLayout, Layout
 from ..engine.rules import GroupKind, GroupRule
 from ..engine.types import GroupId
 from ..kernels.table import Fragment
-from .plan_model import Attention, LayerCache
+from .plan_model import Attention, Layer, LayerCache
+from .plan_recurrent import LayerState
 
 ITEM_BYTES: Final = {
     "float32": 4,
@@ -33,24 +37,41 @@ _KINDS: Final = {
     Attention.LATENT: GroupKind.FULL,
     Attention.WINDOW: GroupKind.WINDOW,
     Attention.CHUNKED: GroupKind.LOCAL,
+    Attention.RECURRENT: GroupKind.RECURRENT,
 }
 
 _MOSTLY_EQUAL: Final = 1.5
 
+_KERNEL_TOKENS: Final = 16
+"""The shortest block of the usual attention kernels on a GPU."""
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One KV cache group on one rank. ``page_bytes`` is one layer's for one block."""
+    """One KV cache group on one rank. ``page_bytes`` is one layer's for one block, of which a
+    recurrent layer fills ``state_bytes``; that is 0 for the others."""
 
     attention: Attention
     reach_tokens: int
     num_layers: int
     num_heads: int
     page_bytes: int
+    state_bytes: int = 0
 
     @property
     def block_bytes(self) -> int:
+        """GPU memory that a block takes."""
         return self.num_layers * self.page_bytes
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.attention is Attention.RECURRENT
+
+    def chunk_bytes(self, blocks_per_chunk: int) -> int:
+        """What is copied of a chunk: of a recurrent group the one state at its end."""
+        if self.is_recurrent:
+            return self.num_layers * self.state_bytes
+        return self.block_bytes * blocks_per_chunk
 
     def rule(self, chunk_tokens: int) -> GroupRule:
         """The engine's own rule for which chunks a hit needs."""
@@ -59,37 +80,78 @@ class Group:
         )
 
 
+def block_tokens_of(
+    layers: tuple[Layer, ...], block_tokens: int, num_ranks: int, item_bytes: int
+) -> int:
+    """The block size that vLLM makes of the one asked for: beside recurrent layers the least whole
+    number of such blocks whose page holds a state. Raises ValueError as ``groups_of``."""
+    states = _states(layers, num_ranks)
+    if not states:
+        return block_tokens
+    token_bytes = max(
+        _page_bytes(layer, 1, num_ranks, item_bytes)
+        for layer in layers
+        if isinstance(layer, LayerCache)
+    )
+    step = max(_KERNEL_TOKENS, block_tokens)
+    needed = step * -(-max(states.values()) // (step * token_bytes))
+    return _KERNEL_TOKENS * -(-needed // _KERNEL_TOKENS)
+
+
 def groups_of(
-    layers: tuple[LayerCache, ...], block_tokens: int, num_ranks: int, item_bytes: int
+    layers: tuple[Layer, ...], block_tokens: int, num_ranks: int, item_bytes: int
 ) -> tuple[Group, ...]:
-    """The groups of one rank. Raises ValueError when kinds differ in their pages' bytes."""
-    buckets: dict[LayerCache, int] = {}
+    """The groups of one rank, for blocks as ``block_tokens_of`` tells. Raises ValueError when kinds
+    differ in their pages' bytes, and when a page of attention cannot hold a state."""
+    buckets: dict[Layer, int] = {}
     for layer in layers:
         buckets[layer] = buckets.get(layer, 0) + 1
     pages = {
-        layer: layer.heads_per_rank(num_ranks) * block_tokens * layer.num_elements * item_bytes
+        _page_bytes(layer, block_tokens, num_ranks, item_bytes)
         for layer in buckets
+        if isinstance(layer, LayerCache)
     }
-    if len(set(pages.values())) > 1:
+    if len(pages) != 1:
         raise ValueError(
-            f"layers with pages of {sorted(set(pages.values()))} bytes; kvferry plan can size "
+            f"layers with pages of {sorted(pages)} bytes; kvferry plan can size "
             "models whose layers all have pages of one size"
+        )
+    (page_bytes,) = pages
+    states = _states(layers, num_ranks)
+    if states and max(states.values()) > page_bytes:
+        raise ValueError(
+            f"states of {max(states.values())} bytes, pages of {page_bytes} with blocks of "
+            f"{block_tokens} tokens; allowed: pages that hold a state"
         )
     size = min(buckets.values())
     if max(buckets.values()) < size * _MOSTLY_EQUAL:
         size = max(buckets.values())
     return tuple(
-        Group(
-            layer.attention,
-            layer.reach_tokens,
-            len(range(index, count, num_groups)),
-            layer.heads_per_rank(num_ranks),
-            pages[layer],
-        )
+        _group(layer, len(range(index, count, num_groups)), num_ranks, page_bytes, states)
         for layer, count in buckets.items()
         for num_groups in [-(-count // size)]
         for index in range(num_groups)
     )
+
+
+def _group(
+    layer: Layer, num_layers: int, num_ranks: int, page_bytes: int, states: dict[LayerState, int]
+) -> Group:
+    if isinstance(layer, LayerState):
+        heads = layer.num_heads // num_ranks
+        return Group(Attention.RECURRENT, 0, num_layers, heads, page_bytes, states[layer])
+    heads = layer.heads_per_rank(num_ranks)
+    return Group(layer.attention, layer.reach_tokens, num_layers, heads, page_bytes)
+
+
+def _states(layers: tuple[Layer, ...], num_ranks: int) -> dict[LayerState, int]:
+    """The bytes on one rank of each kind of state."""
+    kinds = {layer for layer in layers if isinstance(layer, LayerState)}
+    return {layer: layer.bytes_per_rank(num_ranks, ITEM_BYTES) for layer in kinds}
+
+
+def _page_bytes(layer: LayerCache, block_tokens: int, num_ranks: int, item_bytes: int) -> int:
+    return layer.heads_per_rank(num_ranks) * block_tokens * layer.num_elements * item_bytes
 
 
 def layout_of(groups: tuple[Group, ...], blocks_per_chunk: int, kv_layout: str) -> Layout:
@@ -105,7 +167,12 @@ def layout_of(groups: tuple[Group, ...], blocks_per_chunk: int, kv_layout: str) 
 def _fragments(group: Group, kv_layout: str) -> tuple[Fragment, ...]:
     if kv_layout not in KV_LAYOUTS:
         raise ValueError(f"KV layout {kv_layout!r}; allowed: {', '.join(KV_LAYOUTS)}")
-    if kv_layout.startswith("B"):
+    if group.is_recurrent and kv_layout.startswith("B"):
+        # Neighbours are joined with the padding between them; that of the last is not copied.
+        count, size = 1, group.block_bytes - group.page_bytes + group.state_bytes
+    elif group.is_recurrent:
+        count, size = group.num_layers, group.state_bytes
+    elif kv_layout.startswith("B"):
         count, size = 1, group.block_bytes
     elif kv_layout.startswith("LH"):
         count, size = group.num_layers * group.num_heads, group.page_bytes // group.num_heads

@@ -107,8 +107,7 @@ class Prompts:
         per_chunk = self.chunk_tokens // self.block_tokens
         return sum(
             len(group.rule(self.chunk_tokens).needed_chunks(0, hit_tokens))
-            * per_chunk
-            * group.block_bytes
+            * group.chunk_bytes(per_chunk)
             for group in self.groups
         )
 

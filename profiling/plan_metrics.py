@@ -25,6 +25,7 @@ class Server:
     block_tokens: int | None
     cache_dtype: str | None
     prefill_tokens_per_s: float | None
+    state_dtype: str | None = None
 
 
 def is_address(source: str) -> bool:
@@ -59,7 +60,9 @@ def server_from(text: str, url: str) -> Server:
     # What the attention kernels asked for, where that is not what the user did.
     block = labels.get("effective_attention_block_size") or labels.get("block_size", "")
     rate = totals[_TOKENS] / totals[_SECONDS] if min(totals.values()) > 0 else None
-    return Server(model, int(block) if block.isdigit() else None, labels.get("cache_dtype"), rate)
+    tokens = int(block) if block.isdigit() else None
+    state = labels.get("mamba_ssm_cache_dtype")
+    return Server(model, tokens, labels.get("cache_dtype"), rate, state)
 
 
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:

@@ -11,9 +11,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-Config = Mapping[str, Any]
+from .plan_recurrent import (
+    HYBRID_TYPES,
+    Config,
+    LayerState,
+    check_recurrent,
+    keeps_of,
+    need,
+    state_of,
+)
 
 MAX_TOKENS: Final = 131072
 """As far as a table goes for a model that names no length."""
@@ -26,6 +34,7 @@ class Attention(enum.StrEnum):
     WINDOW = "sliding window"
     CHUNKED = "chunked local"
     LATENT = "latent (MLA)"
+    RECURRENT = "recurrent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +65,15 @@ class LayerCache:
         return max(1, self.num_kv_heads // num_ranks)
 
 
+Layer = LayerCache | LayerState
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """What a plan needs to know about a model. ``dtype`` is the weights', as its file names it."""
 
     name: str
-    layers: tuple[LayerCache, ...]
+    layers: tuple[Layer, ...]
     dtype: str
     max_tokens: int
 
@@ -81,9 +93,6 @@ _REFUSED: Final = {
     "global_head_dim": "its full layers have another head size than its sliding ones",
     "swa_head_dim": "its sliding layers have another head size than its full ones",
     "swa_num_key_value_heads": "its sliding layers have other heads than its full ones",
-    "ssm_cfg": "recurrent layers keep a state, not tokens",
-    "mamba_d_state": "recurrent layers keep a state, not tokens",
-    "hybrid_override_pattern": "recurrent layers keep a state, not tokens",
     "is_encoder_decoder": "cross attention keeps the encoder's states",
 }
 
@@ -128,10 +137,11 @@ def model_of(config: Config, name: str) -> Model:
     for key, why in _REFUSED.items():
         if text.get(key):
             raise ValueError(f"{name} has {key}={text[key]!r}: {why}; kvferry plan cannot size it")
+    check_recurrent(text, name)
     dtype = text.get("dtype") or text.get("torch_dtype")
     dtype = dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     max_tokens = int(text.get("max_position_embeddings") or MAX_TOKENS)
-    return Model(name, _layers(text), str(dtype), max_tokens)
+    return Model(name, _layers(text, served_dtype(str(dtype))), str(dtype), max_tokens)
 
 
 def _text_part(config: Config) -> Config:
@@ -156,36 +166,43 @@ def _complete(text: Config) -> Config:
     return {**whole, **given}
 
 
-def _need(text: Config, key: str) -> int:
-    value = text.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config.json has {key}={value!r}; allowed: a positive integer")
-    return value
+def served_dtype(dtype: str) -> str:
+    """What vLLM computes in on its own: float32 weights are served in 16 bits."""
+    return "bfloat16" if dtype == "float32" else dtype
 
 
-def _layers(text: Config) -> tuple[LayerCache, ...]:
-    num_layers = _need(text, "num_hidden_layers") - int(text.get("num_kv_shared_layers") or 0)
+def _layers(text: Config, dtype: str) -> tuple[Layer, ...]:
+    if text.get("model_type") in HYBRID_TYPES:
+        kept = keeps_of(text)
+        cache = _attention(text, Attention.FULL)
+        state = state_of(text, dtype) if any(kept) else None
+        return tuple(state if is_state and state else cache for is_state in kept)
+    num_layers = need(text, "num_hidden_layers") - int(text.get("num_kv_shared_layers") or 0)
     if text.get("kv_lora_rank"):
-        width = _need(text, "kv_lora_rank") + _need(text, "qk_rope_head_dim")
+        width = need(text, "kv_lora_rank") + need(text, "qk_rope_head_dim")
         return (LayerCache(Attention.LATENT, 1, width),) * num_layers
-    num_heads = _need(text, "num_attention_heads")
-    num_kv_heads = int(text.get("num_key_value_heads") or num_heads)
-    head_size = int(text.get("head_dim") or _need(text, "hidden_size") // num_heads)
-    width = head_size + int(text.get("v_head_dim") or head_size)
-    kinds = {}
-    for kind in set(kinds_of := _kinds(text)):
-        reach = 0
-        if kind is Attention.WINDOW:
-            reach = _need(text, "sliding_window")
-        elif kind is Attention.CHUNKED:
-            reach = _need(text, "attention_chunk_size")
-        kinds[kind] = LayerCache(kind, num_kv_heads, width, reach)
+    kinds_of = _kinds(text)
+    kinds = {kind: _attention(text, kind) for kind in set(kinds_of)}
     return tuple(kinds[kind] for kind in kinds_of[:num_layers])
+
+
+def _attention(text: Config, kind: Attention) -> LayerCache:
+    """What a layer with that kind of attention keeps."""
+    num_heads = need(text, "num_attention_heads")
+    num_kv_heads = int(text.get("num_key_value_heads") or num_heads)
+    head_size = int(text.get("head_dim") or need(text, "hidden_size") // num_heads)
+    width = head_size + int(text.get("v_head_dim") or head_size)
+    reach = 0
+    if kind is Attention.WINDOW:
+        reach = need(text, "sliding_window")
+    elif kind is Attention.CHUNKED:
+        reach = need(text, "attention_chunk_size")
+    return LayerCache(kind, num_kv_heads, width, reach)
 
 
 def _kinds(text: Config) -> list[Attention]:
     """The kind of every layer, in order."""
-    num_layers = _need(text, "num_hidden_layers")
+    num_layers = need(text, "num_hidden_layers")
     window = bool(text.get("sliding_window")) and text.get("use_sliding_window") is not False
     if names := text.get("layer_types"):
         unknown = sorted(set(names) - set(_KINDS))

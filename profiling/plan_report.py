@@ -17,7 +17,9 @@ def lines_of(plan: "Plan") -> list[str]:
         "",
         *_groups(plan),
         "",
-        f"token      {size_text(plan.bytes_per_token)} over all layers",
+        f"token      {size_text(plan.bytes_per_token)} over all layers"
+        + (" with attention" if plan.state_bytes else ""),
+        *_states(plan),
         f"block      {plan.block_tokens} tokens, {size_text(plan.block_bytes)}",
         f"chunk      {plan.chunk_tokens} tokens, {size_text(plan.chunk_bytes)}",
         f"slot       {size_text(plan.slot_bytes)}"
@@ -25,7 +27,7 @@ def lines_of(plan: "Plan") -> list[str]:
         *_waste(plan),
         f"fragments  {_fragments(plan)} in layout {plan.kv_layout}",
         f"memory     {size_text(plan.host_bytes)} in all: {plan.num_slots:,} slots a rank,"
-        f" {plan.held_tokens:,} tokens",
+        f" {_held(plan)} tokens",
         *_notes(plan),
         "",
         *_table(plan),
@@ -35,12 +37,31 @@ def lines_of(plan: "Plan") -> list[str]:
 def _groups(plan: "Plan") -> list[str]:
     lines = []
     for index, group in enumerate(plan.groups):
+        if group.is_recurrent:
+            lines.append(
+                f"group {index}    {group.num_layers} layers, {group.attention},"
+                f" {group.num_heads} heads, {size_text(group.state_bytes)} a layer and state,"
+                f" in a page of {size_text(group.page_bytes)}"
+            )
+            continue
         reach = f" of {group.reach_tokens:,} tokens" if group.reach_tokens else ""
         lines.append(
             f"group {index}    {group.num_layers} layers, {group.attention}{reach},"
             f" {group.num_heads} KV heads, {size_text(group.page_bytes)} a layer and block"
         )
     return lines
+
+
+def _states(plan: "Plan") -> list[str]:
+    if not plan.state_bytes:
+        return []
+    return [f"state      {size_text(plan.state_bytes)} over all recurrent layers, at any length"]
+
+
+def _held(plan: "Plan") -> str:
+    if plan.most_held_tokens == plan.held_tokens:
+        return f"{plan.held_tokens:,}"
+    return f"{plan.held_tokens:,} to {plan.most_held_tokens:,}"
 
 
 def _waste(plan: "Plan") -> list[str]:
@@ -67,6 +88,9 @@ def _notes(plan: "Plan") -> list[str]:
         notes.append("note       every rank holds the whole latent cache: it is stored once a rank")
     if any(one.attention in (Attention.WINDOW, Attention.CHUNKED) for one in plan.groups):
         notes.append("note       of a window or attention chunk only its end is ever loaded")
+    if plan.state_bytes:
+        notes.append("note       blocks are as long as vLLM makes them for a page to hold a state")
+        notes.append("note       tokens held: from a state at every chunk to one a long prompt")
     return notes
 
 

@@ -6,6 +6,7 @@ Prints one line of JSON: ``{folder: {"groups": [...], "block_bytes": ..., "num_b
 import json
 import os
 import sys
+from typing import Any
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -19,6 +20,16 @@ os.environ |= {
 }
 
 NUM_BLOCKS = 32
+
+
+def _state_of(spec: Any) -> dict[str, object]:
+    """What a recurrent layer really keeps in its padded page; nothing for the others."""
+    if type(spec).__name__ != "MambaSpec":
+        return {"state_bytes": 0}
+    return {
+        "state_bytes": spec.state_content_size_bytes,
+        "state_dtype": str(spec.dtypes[-1]).removeprefix("torch."),
+    }
 
 
 def sizes_of(folder: str, block_tokens: int) -> dict[str, object]:
@@ -38,9 +49,13 @@ def sizes_of(folder: str, block_tokens: int) -> dict[str, object]:
     core = llm.llm_engine.engine_core.engine_core
     config = core.scheduler.kv_cache_config
     runner = core.model_executor.driver_worker.worker.model_runner
+    caches = [
+        one
+        for cache in runner.kv_caches  # of a recurrent layer a view for each part of its state
+        for one in (cache if isinstance(cache, list | tuple) else [cache])
+    ]
     storages = {
-        cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes()
-        for cache in runner.kv_caches
+        cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in caches
     }
     found = {
         "groups": [
@@ -49,6 +64,7 @@ def sizes_of(folder: str, block_tokens: int) -> dict[str, object]:
                 "page_bytes": group.kv_cache_spec.page_size_bytes,
                 "block_tokens": group.kv_cache_spec.block_size,
                 "spec": type(group.kv_cache_spec).__name__,
+                **_state_of(group.kv_cache_spec),
             }
             for group in config.kv_cache_groups
         ],

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvferry.profiling.plan_groups import KV_LAYOUTS, groups_of, layout_of
+from kvferry.profiling.plan_groups import KV_LAYOUTS, block_tokens_of, groups_of, layout_of
 from kvferry.profiling.plan_model import Attention, LayerCache, Model, model_of, read_model
 
 SHAPES = Path(__file__).resolve().parents[2] / "docs" / "shapes"
@@ -19,25 +19,36 @@ pytest.importorskip("vllm")
 Spec = Callable[[int], Any]
 
 
-def specs_of(name: str, num_ranks: int) -> dict[str, Any]:
+def specs_of(name: str, num_ranks: int, block_tokens: int) -> dict[str, Any]:
     """vLLM's specs of a public model, written down from its published description."""
     import torch
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
+        MambaSpec,
         MLAAttentionSpec,
         SlidingWindowSpec,
     )
 
     def of(kind: type, heads: int, size: int, **more: int) -> Any:
         return kind(
-            block_size=BLOCK_TOKENS,
+            block_size=block_tokens,
             num_kv_heads=max(1, heads // num_ranks),
             head_size=size,
             dtype=torch.bfloat16,
             **more,
         )
 
+    net = MambaSpec(
+        shapes=MambaStateShapeCalculator.gated_delta_net_state_shape(
+            num_ranks, 16, 32, 128, 128, 4
+        ),
+        dtypes=(torch.bfloat16, torch.bfloat16),
+        block_size=block_tokens,
+        page_size_padded=max(1, 2 // num_ranks) * block_tokens * 2 * 256 * 2,
+        mamba_cache_mode="align",
+    )
     full, window, local = FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec
     layers: dict[str, tuple[int, Spec]] = {
         "llama-3.1-8b": (32, lambda i: of(full, 8, 128)),
@@ -58,6 +69,7 @@ def specs_of(name: str, num_ranks: int) -> dict[str, Any]:
                 of(full, 8, 128) if i % 4 == 3 else of(local, 8, 128, attention_chunk_size=8192)
             ),
         ),
+        "qwen3-next-80b-a3b": (48, lambda i: of(full, 2, 256) if i % 4 == 3 else net),
     }
     count, spec = layers[name]
     return {f"layer.{index}": spec(index) for index in range(count)}
@@ -81,6 +93,7 @@ def groups_by_vllm(specs: dict[str, Any]) -> list[tuple[str, int, int]]:
         "SlidingWindowSpec": Attention.WINDOW,
         "ChunkedLocalAttentionSpec": Attention.CHUNKED,
         "MLAAttentionSpec": Attention.LATENT,
+        "MambaSpec": Attention.RECURRENT,
     }
     return sorted(
         (
@@ -95,9 +108,11 @@ def groups_by_vllm(specs: dict[str, Any]) -> list[tuple[str, int, int]]:
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 @pytest.mark.parametrize("path", sorted(SHAPES.glob("*.json")), ids=lambda path: path.stem)
 def test_groups_and_pages_are_those_of_vllm(path: Path, num_ranks: int) -> None:
-    groups = groups_of(read_model(str(path)).layers, BLOCK_TOKENS, num_ranks, item_bytes=2)
+    layers = read_model(str(path)).layers
+    block_tokens = block_tokens_of(layers, BLOCK_TOKENS, num_ranks, item_bytes=2)
+    groups = groups_of(layers, block_tokens, num_ranks, item_bytes=2)
     ours = sorted((one.attention, one.num_layers, one.page_bytes) for one in groups)
-    assert ours == groups_by_vllm(specs_of(path.stem, num_ranks))
+    assert ours == groups_by_vllm(specs_of(path.stem, num_ranks, block_tokens))
 
 
 @pytest.mark.parametrize(("num_full", "num_window"), [(4, 5), (4, 6), (3, 7), (5, 2), (1, 1)])

@@ -61,10 +61,11 @@ class LoadAdmission:
         """What a request of ``num_tokens`` claims when it starts with its first ``loaded_tokens``
         on the GPU: upper bounds."""
         pool = self._pool
+        num_ahead = pool.step_tokens + pool.lookahead_tokens
         return Claim(
             sum(_most_blocks(geometry, loaded_tokens, 0) for geometry in self._groups),
             sum(
-                _most_blocks(geometry, num_tokens + pool.lookahead_tokens, pool.step_tokens)
+                _most_blocks(geometry, num_tokens + pool.lookahead_tokens, num_ahead)
                 for geometry in self._groups
             ),
         )
@@ -108,9 +109,9 @@ class LoadAdmission:
         self._claims.pop(request_id, None)
 
 
-def _most_blocks(geometry: GroupGeometry, num_tokens: int, step_tokens: int) -> int:
+def _most_blocks(geometry: GroupGeometry, num_tokens: int, num_ahead: int) -> int:
     """The most blocks that one request of ``num_tokens`` holds in this group, when at most
-    ``step_tokens`` of it are in flight."""
+    ``num_ahead`` of them lie behind the last that has settled."""
     num_blocks = -(-num_tokens // geometry.block_tokens)
     window = geometry.rule.window_tokens
     if geometry.rule.kind is GroupKind.RECURRENT:
@@ -118,6 +119,6 @@ def _most_blocks(geometry: GroupGeometry, num_tokens: int, step_tokens: int) -> 
         window = 2 * geometry.block_tokens
     if window is None:
         return num_blocks
-    in_reach = window + geometry.rule.retained_tokens + step_tokens
+    in_reach = window + geometry.rule.retained_tokens + num_ahead
     # One more, since what is in reach may begin inside a block.
     return min(num_blocks, -(-in_reach // geometry.block_tokens) + 1)

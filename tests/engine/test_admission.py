@@ -29,6 +29,12 @@ def test_a_short_request_claims_no_more_than_it_has() -> None:
     assert admission.claim(6, 4) == Claim(1 + 1, 3 + 3)
 
 
+def test_a_window_holds_what_is_computed_ahead_too() -> None:
+    """8 tokens, 13 in flight and 7 ahead: 28 may lie in 8 blocks."""
+    admission = LoadAdmission([WINDOW], GpuPool(100, step_tokens=13, lookahead_tokens=7))
+    assert admission.claim(400, 0) == Claim(0, 8)
+
+
 def test_one_alone_is_allowed_whatever_it_claims() -> None:
     assert LoadAdmission([FULL], GpuPool(2)).allows(A, Claim(1, 3))
 

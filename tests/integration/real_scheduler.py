@@ -193,8 +193,6 @@ class Engine:
             kv_events_config=KVEventsConfig(kv_events, publisher="null") if kv_events else None,
         )
         cache_config.block_size = block_tokens  # the CPU platform sets its own
-        # Turned off for want of a worker; vLLM and the connector go by it: two batches in flight.
-        self.config.scheduler_config.async_scheduling = async_scheduling
         self.async_scheduling = async_scheduling
         self.config.parallel_config.world_size = num_ranks
         self.kv_cache_config = kv_cache_config or full_attention_config(num_blocks, block_tokens)

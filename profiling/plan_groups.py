@@ -93,8 +93,7 @@ def block_tokens_of(
         for layer in layers
         if isinstance(layer, LayerCache)
     )
-    step = max(_KERNEL_TOKENS, block_tokens)
-    needed = step * -(-max(states.values()) // (step * token_bytes))
+    needed = block_tokens * -(-max(states.values()) // (block_tokens * token_bytes))
     return _KERNEL_TOKENS * -(-needed // _KERNEL_TOKENS)
 
 

@@ -11,7 +11,7 @@ import pytest
 from kvferry.profiling.plan import Plan, Wanted, main, make_plan, state_dtype
 from kvferry.profiling.plan_groups import ITEM_BYTES, Group, block_tokens_of, groups_of, layout_of
 from kvferry.profiling.plan_load import LoadCost, Prompts
-from kvferry.profiling.plan_metrics import Server
+from kvferry.profiling.plan_metrics import Server, server_from
 from kvferry.profiling.plan_model import Attention, LayerCache, model_of, read_model
 from kvferry.profiling.plan_recurrent import LayerState
 
@@ -230,6 +230,9 @@ def test_the_type_of_states_is_asked_for_or_the_servers() -> None:
     assert state_dtype("bfloat16", server) == "bfloat16"
     assert state_dtype("auto", replace(server, state_dtype="auto")) is None
     assert state_dtype("auto", None) is None
+    text = 'vllm:cache_config_info{block_size="544",mamba_ssm_cache_dtype="float32"} 1.0\n'
+    text += 'vllm:num_requests_running{model_name="model"} 0.0\n'
+    assert server_from(text, "url").state_dtype == "float32"
 
 
 @pytest.mark.parametrize(

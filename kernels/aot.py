@@ -228,9 +228,21 @@ def _parse_targets(text: str) -> tuple[str, ...]:
 def main(argv: Sequence[str]) -> int:
     """Print the report; 0 when every configuration passed, 1 when one failed."""
     parser = argparse.ArgumentParser(prog="kvferry aot", description=__doc__)
-    parser.add_argument("--target", type=_parse_targets, default=DEFAULT_TARGETS)
+    parser.add_argument(
+        "--target",
+        type=_parse_targets,
+        default=DEFAULT_TARGETS,
+        metavar="NAME,NAME",
+        help=f"of {', '.join(TARGETS)} (default {','.join(DEFAULT_TARGETS)})",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--jobs", type=int, choices=(1, 2), default=min(2, os.cpu_count() or 1))
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        choices=(1, 2),
+        default=min(2, os.cpu_count() or 1),
+        help="processes that compile (default: 2 where there are as many cores)",
+    )
     options = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         parser.error("TRITON_INTERPRET is set: the interpreter compiles nothing")

@@ -72,7 +72,7 @@ def _chosen(argv: Sequence[str]) -> str:
     if argv[:1] in (["-h"], ["--help"]):
         parser.parse_args(argv)
     if not argv or argv[0] not in BENCHMARKS:
-        given = f"{argv[0]!r} is none" if argv else "no benchmark given"
+        given = f"unknown benchmark {argv[0]!r}" if argv else "no benchmark given"
         parser.error(f"{given}; allowed: {', '.join(BENCHMARKS)}")
     return argv[0]
 

@@ -29,8 +29,13 @@ def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
     """An argument's type: a whole number in these bounds."""
 
     def number(text: str) -> int:
-        if (value := int(text)) < least or (most is not None and value > most):
-            allowed = f"from {least}" + ("" if most is None else f" to {most}")
+        allowed = f"from {least}" + ("" if most is None else f" to {most}")
+        try:
+            value = int(text)
+        except ValueError:
+            told = f"{text!r}; allowed: a whole number {allowed}"
+            raise argparse.ArgumentTypeError(told) from None
+        if value < least or (most is not None and value > most):
             raise argparse.ArgumentTypeError(f"{value}; allowed: {allowed}")
         return value
 

@@ -49,6 +49,8 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     try:
         wanted_bytes = wanted_from(options.host_memory, options.kv_transfer_config)
+        if options.target is not None:
+            _refuse_target(options.target, options.quick)
     except ValueError as error:
         print(f"kvferry doctor: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -82,6 +84,18 @@ def wanted_from(host_memory: str | None, transfer_config: str | None) -> int:
     except (json.JSONDecodeError, AttributeError):  # told as a finding of its own
         asked = HOST_MEMORY
     return parse_size("cpu_bytes_to_use", str(asked))
+
+
+def _refuse_target(target: str, quick: bool) -> None:
+    """Raises ValueError for a target that would not be compiled for."""
+    if quick:
+        raise ValueError(f"--target {target} with --quick; allowed: one of them")
+    try:
+        from ..kernels.aot import TARGETS
+    except ImportError:  # Triton's absence is told as a finding of its own
+        return
+    if target not in TARGETS:
+        raise ValueError(f"--target {target!r}; allowed: {', '.join(TARGETS)}")
 
 
 def _plugin(quick: bool) -> Finding:

@@ -102,7 +102,8 @@ def main(argv: Sequence[str]) -> int:
     elif not torch.cuda.is_available():
         print(
             "kvferry gpu-transfer: no CUDA device here (torch.cuda.is_available() is false); "
-            "this benchmark measures a link to a GPU. --dry-run shows that it runs.",
+            "this benchmark measures a link to a GPU. TRITON_INTERPRET=1 and "
+            "--dry-run show that it runs.",
             file=sys.stderr,
         )
         return EXIT_NO_GPU

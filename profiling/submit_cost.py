@@ -218,7 +218,11 @@ def missed(costs: Sequence[Cost]) -> list[str]:
 
 
 def _parse_counts(text: str) -> tuple[int, ...]:
-    counts = tuple(int(part) for part in text.split(","))
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        told = f"counts are numbers with commas between, got {text!r}"
+        raise argparse.ArgumentTypeError(told) from None
     if any(not 1 <= count <= _POOL_BLOCKS for count in counts):
         raise argparse.ArgumentTypeError(f"counts must be 1 to {_POOL_BLOCKS}, got {text!r}")
     return counts
@@ -232,6 +236,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=200, help="submissions timed in each case")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}; allowed: from 1")
     driver = install()
     with_vllm = importlib.util.find_spec("vllm") is not None
     costs = [

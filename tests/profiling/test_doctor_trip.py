@@ -108,6 +108,20 @@ def test_what_was_asked_for_decides_the_memory() -> None:
     assert doctor.main(["--quick", "--host-memory", "lots"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [(["--target", "sm_1"], "sm_90"), (["--target", "sm_90", "--quick"], "one")],
+)
+def test_a_target_that_would_not_be_compiled_for_is_refused_at_once(
+    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.main(argv) == 2
+    printed = capsys.readouterr()
+    assert f"--target {argv[1]}" in printed.err.replace("'", "")
+    assert told in printed.err
+    assert not printed.out
+
+
 def test_the_default_memory_is_the_connectors_own() -> None:
     pytest.importorskip("vllm")
     from kvferry.integration.vllm.config import Options

@@ -38,6 +38,12 @@ def test_counts_out_of_range_are_named(capsys: Any) -> None:
     assert "counts must be 1 to 8192, got '0'" in capsys.readouterr().err
 
 
+def test_no_rounds_are_refused_before_anything_is_measured(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        submit_cost.main(["--rounds", "0"])
+    assert "--rounds 0; allowed: from 1" in capsys.readouterr().err
+
+
 def test_the_stand_in_is_no_use_to_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(RuntimeError, match="never reaches a driver"):

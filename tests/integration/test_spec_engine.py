@@ -4,6 +4,7 @@ No stand-in is needed: vLLM's connector runs on the CPU platform as it is; it is
 that refuses to.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,18 @@ from kvferry.engine.devices.cpu import CpuDevice
 from kvferry.engine.state import SlotState
 from kvferry.engine.types import Direction
 from kvferry.integration.vllm.spec import KVFerryOffloadingManager, KVFerryOffloadingWorker
+from real_runs import (
+    MAX_MODEL_LEN,
+    PRESSURES,
+    count_host_tokens,
+    put_async_scheduling_back,
+    without_kvferry,
+)
 from tiny_models import TinyEngine, build_model, shared_prefix_prompts, tiny_engine
 from vllm import SamplingParams
 
 SEED = 21
+IS_SLOW = os.environ.get("KVFERRY_SLOW") == "1"
 PRESSURE: dict[str, Any] = {"max_num_batched_tokens": 256, "max_num_seqs": 6}
 SPEC = {
     "spec_name": "KVFerryOffloadingSpec",
@@ -48,14 +57,17 @@ def expected(llama: Path, prompts: list[list[int]]) -> list[list[int]]:
         return [answer.token_ids for answer in engine.generate(prompts)]
 
 
-def under_spec(model: Path, *, num_blocks: int = 40, **options: Any) -> Any:
+def under_spec(
+    model: Path, *, num_blocks: int = 40, overrides: dict[str, Any] | None = None, **options: Any
+) -> Any:
     transfer = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"cpu_bytes_to_use": "64MiB", **SPEC, **options},
     }
+    settings = {**PRESSURE, **(overrides or {})}
     return tiny_engine(
-        model, connector=None, num_blocks=num_blocks, kv_transfer_config=transfer, **PRESSURE
+        model, connector=None, num_blocks=num_blocks, kv_transfer_config=transfer, **settings
     )
 
 
@@ -110,6 +122,35 @@ def test_tokens_are_equal_with_several_groups(models: Path, prompts: list[list[i
     assert [answer.token_ids for answer in answers] == expected
     assert worker["loaded_bytes"] > 0
     assert worker["failed_jobs"] == 0
+
+
+@pytest.mark.skipif(not IS_SLOW, reason="takes minutes: set KVFERRY_SLOW=1")
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt_oss"])
+def test_tokens_are_equal_for_every_model(
+    models: Path, name: str, num_ranks: int, scheduling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200 requests; both pools evict, requests are preempted, prompts come in pieces."""
+    model, pressure = build_model(name, models), PRESSURES[name]
+    many = shared_prefix_prompts(SEED, 200)
+    expected = without_kvferry(model, many, 24)
+    if scheduling == "async":
+        put_async_scheduling_back(monkeypatch)
+    sizes = {"max_model_len": MAX_MODEL_LEN, "tensor_parallel_size": num_ranks}
+    slots = pressure.num_slots
+    with under_spec(
+        model, num_blocks=pressure.num_blocks, num_cpu_blocks=slots, overrides=sizes
+    ) as engine:
+        from_host = count_host_tokens(engine)
+        answers = engine.generate(many, max_tokens=24)
+        engine.drain()
+        ledger = manager_of(engine)._ledger
+        ledger.check()
+        assert ledger.num_leases == 0
+        assert ledger.num_evicted > 0
+    assert [answer.token_ids for answer in answers] == expected
+    assert from_host.total >= 0.3 * sum(map(len, many))
 
 
 @pytest.fixture(scope="module")

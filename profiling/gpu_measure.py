@@ -18,7 +18,8 @@ from ..kernels.config import CopyConfig
 from . import gpu_cases
 from .gpu_cases import DIRECTIONS, Case, Run, build, check, zero_copy
 from .gpu_platform import Platform, timed
-from .gpu_report import Row, percentile, smallest_grid
+from .gpu_report import Row, smallest_grid
+from .percentiles import percentile
 
 KIB: Final = 1 << 10
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -13,15 +12,6 @@ Results = Mapping[str, Any]
 """``{"about": {...}, item: [row, ...], ...}`` as `gpu_transfer` writes it."""
 
 NEAR_BEST: Final = 0.95
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least ``percent`` of the values do not exceed."""
-    if not values:
-        raise ValueError("a percentile needs at least one value, got none")
-    if not 0 < percent <= 100:
-        raise ValueError(f"percent must be over 0 and at most 100, got {percent}")
-    return sorted(values)[math.ceil(len(values) * percent / 100) - 1]
 
 
 def smallest_grid(rows: Sequence[Row]) -> Row:

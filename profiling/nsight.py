@@ -93,9 +93,9 @@ def _profile_parser() -> argparse.ArgumentParser:
 
 
 def _profile_builtin(options: argparse.Namespace, command: list[str]) -> int:
-    from . import nsight_plot, nsight_run, nsight_trace
+    from . import bench_plots, nsight_plot, nsight_run, nsight_trace
 
-    if options.plot is not None and not nsight_plot.can_draw():
+    if options.plot is not None and not bench_plots.can_draw():
         raise nsight_run.MissingToolError(
             "--plot draws with matplotlib, which is not installed: pip install matplotlib"
         )
@@ -106,7 +106,7 @@ def _profile_builtin(options: argparse.Namespace, command: list[str]) -> int:
     notes = [f"trace, for Perfetto or chrome://tracing: {path}"]
     picture = options.plot or options.out / "kvferry.timeline.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
-    if not nsight_plot.can_draw():
+    if not bench_plots.can_draw():
         notes.append("no picture of the steps: matplotlib is not installed")
     elif nsight_plot.write_timeline(recorder.events, picture, options.steps):
         notes.append(f"picture of a few steps: {picture}")

@@ -1,7 +1,6 @@
 """A picture of a few steps of the built-in trace: compute, loads, stores and flushes on lanes."""
 
 import bisect
-import importlib.util
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -20,18 +19,13 @@ COLOURS: Final = dict(zip(LANES, ("#8894a8", "#2f6fb3", "#c8702a", "#8a3ffc"), s
 _LABELS: Final = ("compute", "loads", "stores", "flushes")
 
 
-def can_draw() -> bool:
-    """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
 def write_timeline(events: Sequence[Event], path: Path, num_steps: int = NUM_STEPS) -> bool:
     """A PNG of a few steps in which things were moved; False, and no file, when no step was
     recorded.
 
     Steps are parted by thin lines; a failed transfer is hatched; transfers that ran at once lie
     over each other. Times are in milliseconds from the first step shown. Needs matplotlib
-    (``can_draw``).
+    (``bench_plots.can_draw``).
     """
     shown = busiest(events, num_steps)
     steps = [event for event in shown if event.lane == STEPS]

@@ -1,10 +1,10 @@
 """How long things took and what they moved: one line for each kind of range, copy or kernel."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from .percentiles import percentile
 from .plan_units import size_text
 
 _FIELDS: Final = ("of", "direction", "strategy")
@@ -65,13 +65,6 @@ def _summary(kind: str, ones: Sequence[Timed]) -> Summary:
         num_bytes,
         num_bytes * 1e9 / device if num_bytes and device else None,
     )
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The smallest value that at least this share of them does not exceed (nearest rank)."""
-    if not ordered:
-        raise ValueError("a percentile of no values; allowed: at least one")
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def kind_and_bytes(message: str) -> tuple[str, int]:

@@ -10,21 +10,10 @@ from typing import Any, Final
 
 Config = Mapping[str, Any]
 
+_MAMBA = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
 MAMBA2_KEYS: Final = {
-    "granitemoehybrid": (
-        "mamba_n_heads",
-        "mamba_d_head",
-        "mamba_n_groups",
-        "mamba_d_state",
-        "mamba_d_conv",
-    ),
-    "falcon_h1": (
-        "mamba_n_heads",
-        "mamba_d_head",
-        "mamba_n_groups",
-        "mamba_d_state",
-        "mamba_d_conv",
-    ),
+    "granitemoehybrid": _MAMBA,
+    "falcon_h1": _MAMBA,
     "nemotron_h": (
         "mamba_num_heads",
         "mamba_head_dim",

@@ -1,6 +1,5 @@
 """The figures of the serving benchmark: what each side did, from its single answers."""
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,11 +38,6 @@ class Run:
     workload: Workload
     asked: Mapping[str, Sequence[Asked]]
     refused: Mapping[str, str]
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least ``percent`` of the values do not exceed: one of them."""
-    return sorted(values)[max(math.ceil(percent / 100 * len(values)), 1) - 1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ from dataclasses import asdict
 from typing import Any
 
 from .bench_result import Plot, Result, Series, Table
+from .percentiles import percentile
 from .plan_units import size_text
-from .serve_figures import PERCENTILES, Figures, Run, figures_of, percentile, share_of, sources_of
+from .serve_figures import PERCENTILES, Figures, Run, figures_of, share_of, sources_of
 from .serve_sides import PLAIN, SIDES
 
 

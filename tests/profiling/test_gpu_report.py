@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from kvferry.profiling import gpu_report
+from kvferry.profiling.percentiles import percentile
 
 CEILING = [{"direction": "store", "gb_per_s": 50.0}, {"direction": "load", "gb_per_s": 40.0}]
 
@@ -43,14 +44,14 @@ RESULTS = {
     ("percent", "expected"), [(50, 5), (99, 10), (100, 10), (1, 1), (10, 1), (11, 2)]
 )
 def test_percentile(percent: float, expected: float) -> None:
-    assert gpu_report.percentile([10, 1, 9, 2, 8, 3, 7, 4, 6, 5], percent) == expected
+    assert percentile([10, 1, 9, 2, 8, 3, 7, 4, 6, 5], percent) == expected
 
 
 def test_percentile_refuses_what_has_none() -> None:
     with pytest.raises(ValueError, match="at least one value"):
-        gpu_report.percentile([], 50)
+        percentile([], 50)
     with pytest.raises(ValueError, match="got 0"):
-        gpu_report.percentile([1.0], 0)
+        percentile([1.0], 0)
 
 
 def test_the_smallest_grid_within_five_percent_wins_and_of_equals_the_fastest() -> None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvferry.profiling import nsight_plot
+from kvferry.profiling import bench_plots
 from kvferry.profiling.nsight import main, split_command
 from kvferry.profiling.nsight_kernels import METRICS, read_launches
 
@@ -126,7 +126,7 @@ def test_a_table_without_metrics_is_refused(
 def test_a_picture_without_matplotlib_is_refused_before_the_command_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nsight_plot, "can_draw", lambda: False)
+    monkeypatch.setattr(bench_plots, "can_draw", lambda: False)
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit(7)")
     command = ["--", "python", str(script)]

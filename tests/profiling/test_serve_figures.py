@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from kvferry.profiling.percentiles import percentile
 from kvferry.profiling.serve_client import Played
-from kvferry.profiling.serve_figures import Asked, Run, figures_of, percentile
+from kvferry.profiling.serve_figures import Asked, Run, figures_of
 from kvferry.profiling.serve_result import result_of
 from kvferry.profiling.serve_sides import PLAIN
 from kvferry.profiling.serve_workload import QUICK, Turn

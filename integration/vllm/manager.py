@@ -1,7 +1,7 @@
 """What both offload managers do on the scheduler's side, between vLLM's hooks and the core.
 
-A manager decides three things and no more: ``prepare``, ``match`` and ``record`` (design, section
-6). Everything else (loads, stores, flushes, reports, resets) is the same for both and stands here.
+A manager decides two things and no more: ``match`` and ``record`` (design, section 6). Everything
+else (``prepare``, loads, stores, flushes, reports, resets) is the same for both and stands here.
 It keeps nothing of its own: what there is to know of a request is the core's.
 """
 
@@ -32,11 +32,19 @@ class OffloadManager(ABC):
         self.events = events
         self._group_ids = tuple(int(geometry.group) for geometry in core.groups)
 
-    # -- matching: the three steps that a manager fills in, called by the guard -------------------
+    # -- matching: three steps, called by the guard; a manager fills in the last two --------------
 
-    @abstractmethod
     def prepare(self, request: "Request", num_computed_tokens: int) -> None:
         """What every request needs, bypassing or not. Reads no cache."""
+        if self.events is not None:
+            self.events.follow(request)
+        self.core.start_over(
+            views.request_id_of(request),
+            request.block_hashes,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_local_tokens=num_computed_tokens,
+            limits=views.limits_of(request),
+        )
 
     @abstractmethod
     def match(self, request: "Request", num_computed_tokens: int) -> int | None:
@@ -48,18 +56,6 @@ class OffloadManager(ABC):
 
     def is_loading(self, request: "Request") -> bool:
         return self.core.jobs.loading(views.request_id_of(request))
-
-    def _start_over(self, request: "Request", num_computed_tokens: int) -> None:
-        """The part of ``prepare`` that both managers share."""
-        if self.events is not None:
-            self.events.follow(request)
-        self.core.start_over(
-            views.request_id_of(request),
-            request.block_hashes,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_local_tokens=num_computed_tokens,
-            limits=views.limits_of(request),
-        )
 
     # -- the rest of a step -----------------------------------------------------------------------
 

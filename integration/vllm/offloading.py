@@ -16,9 +16,6 @@ class OffloadingManager(OffloadManager):
     between its answer and its allocation. Waits, once, for chunks that somebody is storing or
     loading."""
 
-    def prepare(self, request: "Request", num_computed_tokens: int) -> None:
-        self._start_over(request, num_computed_tokens)
-
     def match(self, request: "Request", num_computed_tokens: int) -> int | None:
         return self.core.match(views.request_id_of(request), request.num_tokens, wait=True)
 

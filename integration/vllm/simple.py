@@ -31,9 +31,6 @@ class SimpleManager(OffloadManager):
         """Lazy mode from now on, reading vLLM's ``pool`` ahead of steps of at most this size."""
         self.lazy = LazyStores(self.core, pool, max_step_tokens, max_step_requests)
 
-    def prepare(self, request: "Request", num_computed_tokens: int) -> None:
-        self._start_over(request, num_computed_tokens)
-
     def match(self, request: "Request", num_computed_tokens: int) -> int | None:
         request_id = views.request_id_of(request)
         num_hit_tokens = self.core.match(request_id, request.num_tokens, wait=False)

@@ -95,7 +95,7 @@ class CudaRuntime:
         while not _event(event).query():
             if time.monotonic() >= deadline_s:
                 return False
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S)  # CUDA's own wait could not be left at the deadline
         return True
 
     def elapsed_s(self, start: Event, end: Event) -> float:

@@ -14,6 +14,8 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.kv_cache_interface import MambaSpec
 
 MAX_MODEL_LEN = 512
+LEAST_SHARE = 0.3
+"""Of the prompt tokens, from the host: with less a comparison would say little."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,33 @@ def without_kvferry(model: Path, prompts: list[list[int]], max_tokens: int) -> l
         max_model_len=MAX_MODEL_LEN,
     ) as engine:
         return [answer.token_ids for answer in engine.generate(prompts, max_tokens=max_tokens)]
+
+
+def hold_tokens_equal(
+    model: Path,
+    connector: str,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    max_tokens: int,
+    *,
+    is_async: bool,
+    num_ranks: int = 1,
+) -> int:
+    """The model under its pressure answers as ``expected``, ``LEAST_SHARE`` of the prompt tokens
+    from the host, while the host evicts; returns how many requests were preempted."""
+    with pressed_engine(model, connector, num_ranks=num_ranks) as engine:
+        assert engine.core.async_scheduling is is_async
+        from_host = count_host_tokens(engine)
+        answers = engine.generate(prompts, max_tokens=max_tokens)
+        engine.check_idle()
+        snapshot, num_preemptions = engine.connector.snapshot(), engine.num_preemptions
+    assert [answer.token_ids for answer in answers] == expected
+    share = from_host.total / sum(map(len, prompts))
+    print(f"{share:.0%} from the host, {num_preemptions} preemptions, {snapshot}")
+    assert share >= LEAST_SHARE
+    assert snapshot["failed_jobs"] == 0
+    assert snapshot["evicted_chunks"] > 0
+    return num_preemptions
 
 
 @contextlib.contextmanager

@@ -69,6 +69,35 @@ def run(engine: SymbolicEngine) -> None:
     engine.check_idle()
 
 
+def crowd(
+    engine: SymbolicEngine,
+    seed: int,
+    *,
+    num_requests: int,
+    ended_share: float,
+    reset_share: float = 0.0,
+) -> None:
+    """Prompts in pieces, answers that cross blocks, pools that evict on both sides.
+
+    Jobs end after ``ended_share`` of the steps; vLLM's cache is reset behind ``reset_share`` of the
+    requests.
+    """
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    families = [tokens(i, 40) for i in range(2)]
+    for i in range(num_requests):
+        prompt = [*families[draw.randrange(2)][: draw.randint(1, 40)], 8 + i % 7]
+        engine.add(f"r{i}", prompt, max_tokens=draw.randint(1, 6))
+        for _ in range(draw.randint(1, 5)):
+            engine.step()
+            engine.check_content()
+            if draw.random() < ended_share:
+                end_all(engine)
+        if reset_share and draw.random() < reset_share:
+            engine.scheduler.reset_prefix_cache()
+    run(engine)
+
+
 def readable(engine: SymbolicEngine, group: int, prompt: list[int]) -> list[int]:
     """The chunks of a prompt that one group could serve now."""
     core = engine.manager.core
@@ -113,19 +142,7 @@ def test_what_is_loaded_is_what_belongs_there(
         async_scheduling=is_async,
         extra={"blocks_per_chunk": blocks_per_chunk},
     )
-    draw = random.Random(seed)
-    families = [tokens(i, 40) for i in range(2)]
-    for i in range(40):
-        prompt = [*families[draw.randrange(2)][: draw.randint(1, 40)], 8 + i % 7]
-        engine.add(f"r{i}", prompt, max_tokens=draw.randint(1, 6))
-        for _ in range(draw.randint(1, 5)):
-            engine.step()
-            engine.check_content()
-            if draw.random() < 0.6:
-                end_all(engine)
-        if draw.random() < 0.2:
-            engine.scheduler.reset_prefix_cache()
-    run(engine)
+    crowd(engine, seed, num_requests=40, ended_share=0.6, reset_share=0.2)
     counts = engine.snapshot()
     assert counts["loaded_chunks"] > 5, f"seed {seed}: {counts}"
     assert counts["evicted_chunks"] > 5, f"seed {seed}: {counts}"

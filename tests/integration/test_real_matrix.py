@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 from real_runs import (
     CONNECTORS,
-    count_host_tokens,
-    pressed_engine,
+    hold_tokens_equal,
     put_async_scheduling_back,
     without_kvferry,
 )
@@ -25,8 +24,6 @@ from tiny_models import build_model, shared_prefix_prompts
 SEED = 22
 NUM_REQUESTS = 200
 MAX_TOKENS = 24
-LEAST_SHARE = 0.3
-"""Of the prompt tokens, from the host: with less the comparison would say little."""
 
 Run = tuple[str, int, str, str]
 CI_RUNS: list[Run] = [
@@ -85,18 +82,15 @@ def test_tokens_are_equal_under_pressure(
     expected = expected_of(name)
     if scheduling == "async":
         put_async_scheduling_back(monkeypatch)
-    with pressed_engine(model_of(name), connector, num_ranks=num_ranks) as engine:
-        assert engine.core.async_scheduling is (scheduling == "async")
-        from_host = count_host_tokens(engine)
-        answers = engine.generate(prompts, max_tokens=MAX_TOKENS)
-        engine.check_idle()
-        snapshot, num_preemptions = engine.connector.snapshot(), engine.num_preemptions
-    assert [answer.token_ids for answer in answers] == expected
-    share = from_host.total / sum(map(len, prompts))
-    print(f"{share:.0%} from the host, {num_preemptions} preemptions, {snapshot}")
-    assert share >= LEAST_SHARE
-    assert snapshot["failed_jobs"] == 0
-    assert snapshot["evicted_chunks"] > 0
+    num_preemptions = hold_tokens_equal(
+        model_of(name),
+        connector,
+        prompts,
+        expected,
+        MAX_TOKENS,
+        is_async=scheduling == "async",
+        num_ranks=num_ranks,
+    )
     if (name, scheduling) != ("mistral", "async"):
         # There a window gives a block back in time whenever the next one is needed.
         assert num_preemptions > 0

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from real_runs import (
     CONNECTORS,
+    LEAST_SHARE,
     PRESSURES,
     count_host_tokens,
     cut_pieces_at_states,
-    pressed_engine,
+    hold_tokens_equal,
     put_async_scheduling_back,
     without_kvferry,
 )
@@ -22,8 +23,6 @@ SEED = 22
 IS_SLOW = os.environ.get("KVFERRY_SLOW") == "1"
 NUM_REQUESTS = 200 if IS_SLOW else 60
 MAX_TOKENS = 24
-LEAST_SHARE = 0.3
-"""Of the prompt tokens, from the host: with less the comparison would say little."""
 
 RUNS = (
     list(itertools.product(CONNECTORS, ("sync", "async"))) if IS_SLOW else [("offloading", "async")]
@@ -57,17 +56,10 @@ def test_tokens_are_equal_under_pressure(
     expected = without_kvferry(granite, prompts, MAX_TOKENS)
     if scheduling == "async":
         put_async_scheduling_back(monkeypatch)
-    with pressed_engine(granite, connector) as engine:
-        from_host = count_host_tokens(engine)
-        answers = engine.generate(prompts, max_tokens=MAX_TOKENS)
-        engine.check_idle()
-        snapshot, num_preemptions = engine.connector.snapshot(), engine.num_preemptions
-    assert [answer.token_ids for answer in answers] == expected
-    share = from_host.total / sum(map(len, prompts))
-    print(f"{share:.0%} from the host, {num_preemptions} preemptions, {snapshot}")
-    assert share >= LEAST_SHARE
-    assert snapshot["failed_jobs"] == 0
-    assert snapshot["evicted_chunks"] > 0
+    is_async = scheduling == "async"
+    num_preemptions = hold_tokens_equal(
+        granite, connector, prompts, expected, MAX_TOKENS, is_async=is_async
+    )
     assert num_preemptions > 0
 
 

@@ -5,7 +5,6 @@ goes on from a wrong state, and a slot that holds another state than its key say
 """
 
 import os
-import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,11 +21,13 @@ from kvferry.integration.vllm.connector import OffloadConnectorBase
 from real_scheduler import tokens
 from scheduler_machine import run_machine
 from symbolic_ranks import BrokenInvariant, SymbolicEngine
-from test_groups_scheduler import end_all, hit, make, readable, run
+from test_groups_scheduler import crowd, hit, make, readable, run
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 NUM_RUNS = 2000 if os.environ.get("KVFERRY_SLOW") == "1" else 15
+SEED = 3
+CROWD: dict[str, Any] = {"num_requests": 60, "ended_share": 0.7}
 MakeEngine = Callable[..., SymbolicEngine]
 
 MODELS: dict[str, list[KVCacheSpec]] = {
@@ -62,26 +63,10 @@ def test_what_is_loaded_is_what_belongs_there(
         retention=retention,
         extra={"blocks_per_chunk": blocks_per_chunk},
     )
-    crowd(engine)
+    crowd(engine, SEED, **CROWD)
     snapshot = engine.snapshot()
     assert snapshot["loaded_chunks"] > 0, snapshot
     assert snapshot["evicted_chunks"] > 0, snapshot
-
-
-def crowd(engine: SymbolicEngine, seed: int = 3) -> None:
-    """Prompts in pieces, answers that cross blocks, pools that evict on both sides."""
-    print(f"seed {seed}")
-    draw = random.Random(seed)
-    families = [tokens(i, 40) for i in range(2)]
-    for i in range(60):
-        prompt = [*families[draw.randrange(2)][: draw.randint(1, 40)], 8 + i % 7]
-        engine.add(f"r{i}", prompt, max_tokens=draw.randint(1, 6))
-        for _ in range(draw.randint(1, 5)):
-            engine.step()
-            engine.check_content()
-            if draw.random() < 0.7:
-                end_all(engine)
-    run(engine)
 
 
 def test_states_are_stored_where_pieces_end(make_engine: MakeEngine) -> None:
@@ -227,8 +212,9 @@ def test_a_broken_core_is_caught(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, broken: Any, number: str
 ) -> None:
     broken(monkeypatch)
+    pools = {"num_blocks": 50, "num_slots": 32}
     with pytest.raises(BrokenInvariant, match=f"^({number})"):
-        crowd(make_engine([full(), mamba()], num_blocks=50, num_slots=32, max_batched_tokens=13))
+        crowd(make_engine([full(), mamba()], **pools, max_batched_tokens=13), SEED, **CROWD)
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
